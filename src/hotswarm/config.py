@@ -16,9 +16,9 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hotswarm.errors import ConfigError
 from hotswarm.ids import check_run
@@ -76,7 +76,7 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """Whether the host is this machine by definition (names other than localhost are not resolved)."""
-        return self.host == "localhost" or self.host == "::1" or self.host.startswith("127.")
+        return self.host in {"localhost", "::1"} or self.host.startswith("127.")
 
 
 def parse_address(text: str, name: str, *, port_zero: bool = False) -> Address:
@@ -99,10 +99,6 @@ def parse_address(text: str, name: str, *, port_zero: bool = False) -> Address:
 # ---------------------------------------------------------------- the node's settings
 
 
-def _option(default: object, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """One field per flag of `swarm-node`, underscores for dashes. Values are checked and normalised when it is built:
@@ -111,40 +107,39 @@ class NodeConfig:
     Raises ConfigError, whose `field` names the option.
     """
 
-    peers: tuple[str, ...] = _option((), "other nodes, HOST:PORT, separated by commas")
-    run: str = _option("default", "the training job that nodes rendezvous on")
-    listen: str = _option("127.0.0.1:7411", "own HOST:PORT, TCP for gRPC and UDP for the DHT; port 0: a free one")
-    advertise: str | None = _option(None, "HOST:PORT that others reach this node at")
-    state_dir: Path = _option(Path("checkpoints"), "folder of this node's key and snapshots")
-    swarm_key: Path | None = _option(None, "file with the key that all members share")
-    join_file: Path | None = _option(None, "file with addresses and key, made by `swarm-node keygen`")
-    name: str = _option("", "a label for people; never an identity")
-    http: str | None = _option(None, "HOST:PORT of the read-only HTTP API and dashboard")
-    http_allow_hosts: tuple[str, ...] = _option((), "further Host header values that --http answers to")
-    http_token_file: Path | None = _option(None, "file with the bearer token; needed for --http off loopback")
-    socket_group: str | None = _option(None, "group that may use the control socket")
-    linger_seconds: float = _option(600.0, "how long a daemon that a trainer started outlives it")
-    record_ttl_seconds: int = _option(600, "life of an announcement; renewed every third of it")
-    max_upload_bytes_per_s: int | None = _option(None, "cap on what all joiners together may fetch from here")
-    upload_slots: int = _option(4, "streams served at once")
-    allow_rollback: bool = _option(False, "accept a state older than this node's own last outer step")
-    max_hot_snapshots: int = _option(5, "hot snapshots kept, unless the trainer says otherwise")
-    max_cold_checkpoints: int = _option(3, "cold checkpoints kept, unless the trainer says otherwise")
-    max_bytes: int | None = _option(None, "disk quota of this run's snapshots, bytes")
-    log_format: str = _option("text", "text or json, on stderr")
-    log_level: str = _option("info", "debug, info, warning or error")
+    peers: tuple[str, ...] = ()
+    run: str = "default"
+    listen: str = "127.0.0.1:7411"
+    advertise: str | None = None
+    state_dir: Path = Path("checkpoints")
+    swarm_key: Path | None = None
+    join_file: Path | None = None
+    name: str = ""
+    http: str | None = None
+    http_allow_hosts: tuple[str, ...] = ()
+    http_token_file: Path | None = None
+    socket_group: str | None = None
+    linger_seconds: float = 600.0
+    record_ttl_seconds: int = 600
+    max_upload_bytes_per_s: int | None = None
+    upload_slots: int = 4
+    allow_rollback: bool = False
+    max_hot_snapshots: int = 5
+    max_cold_checkpoints: int = 3
+    max_bytes: int | None = None
+    log_format: str = "text"
+    log_level: str = "info"
 
     def __post_init__(self) -> None:
         for name, normalise in _NORMALISE.items():
             object.__setattr__(self, name, normalise(getattr(self, name), name))
         if self.swarm_key is not None and self.join_file is not None:
-            raise ConfigError("swarm_key and join_file are both given; the join file holds the key, give one", "join_file")
-        if self.http is not None and not parse_address(self.http, "http", port_zero=True).is_loopback:
-            if self.http_token_file is None:
-                raise ConfigError(
-                    f"http {self.http} is reachable from other machines; give --http-token-file, or bind 127.0.0.1",
-                    "http",
-                )
+            raise ConfigError("swarm_key and join_file are both given; the join file has a key, give one", "join_file")
+        exposed = self.http is not None and not parse_address(self.http, "http", port_zero=True).is_loopback
+        if exposed and self.http_token_file is None:
+            raise ConfigError(
+                f"http {self.http} is reachable from other machines; give --http-token-file, or bind 127.0.0.1", "http"
+            )
 
     def replace(self, **changes: object) -> NodeConfig:
         """A copy with `changes`, checked again."""
@@ -155,7 +150,9 @@ class NodeConfig:
         plain: dict[str, object] = {}
         for item in fields(self):
             value = getattr(self, item.name)
-            plain[item.name] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+            if isinstance(value, tuple):
+                value = list(value)
+            plain[item.name] = str(value) if isinstance(value, Path) else value
         return plain
 
 

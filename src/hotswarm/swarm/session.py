@@ -1,0 +1,89 @@
+"""A trainer's place at its daemon: the arena's descriptor and the connection that holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from hotswarm.store.base import SnapshotInfo
+from hotswarm.swarm import channel
+
+if TYPE_CHECKING:
+    from hotswarm.swarm.control import ControlClient
+
+
+class Session:
+    """This trainer's place at the daemon: the arena's descriptor and the connection that holds it.
+
+    Attributes: `arena_fd` (owned by the session; map it, do not close it), `slots`, `next_seq` (one above every capture
+    that the store knows), `reused` (the arena was there before and its pages are warm), `run`, `node_id`.
+    In a forked child both descriptors are closed: a DataLoader worker must not keep a dead trainer's session open.
+    """
+
+    def __init__(self, client: ControlClient, sock: socket.socket, arena_fd: int, answer: dict[str, Any]) -> None:
+        self.client = client
+        self.arena_fd = arena_fd
+        self.slots = int(answer["slots"])
+        self.next_seq = int(answer["next_seq"])
+        self.reused = bool(answer["reused"])
+        self.run = str(answer["run"])
+        self.node_id = str(answer["node_id"])
+        self._sock: socket.socket | None = sock
+        self._lock = threading.Lock()
+        sock.setblocking(False)
+        _sessions.add(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon still holds this session. False after it ended or was killed: attach again with
+        `arena_fd`, which stays valid until `close`.
+        """
+        sock = self._sock
+        if sock is None:
+            return False
+        try:
+            poll = select.poll()
+            poll.register(sock, select.POLLIN | select.POLLRDHUP)
+            return not poll.poll(0)  # the daemon never writes after the answer: anything to read is the end
+        except (OSError, ValueError):
+            return False
+
+    def ready(self, slot: int, seq: int) -> None:
+        """Hint that a slot is READY. Never blocks, never raises: the slot's word is what counts."""
+        sock = self._sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                channel.send(sock, {"op": "ready", "slot": slot, "seq": seq})
+
+    def flush(self, seq: int, timeout_s: float) -> SnapshotInfo:
+        """Wait until the capture `seq` is durable, see `ControlClient.flush`."""
+        return self.client.flush(seq, timeout_s)
+
+    def close(self) -> None:
+        """Leave. What is READY in the arena is still persisted. Idempotent; unmap the arena first."""
+        with self._lock:
+            _sessions.discard(self)
+            self._drop()
+
+    def _drop(self) -> None:
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+            os.close(self.arena_fd)
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for session in list(_sessions):
+        session._drop()  # noqa: SLF001  no lock: its holder may be a thread that the child does not have
+    _sessions.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
