@@ -42,6 +42,12 @@ class IntegrityError(StoreError):
     exit_code = 13
 
 
+class ManifestError(HotswarmError):
+    """A manifest is malformed, wrongly signed, or past a limit; the message names which. Whoever made it is to blame."""
+
+    exit_code = 13
+
+
 class CaptureError(LocalFailure):
     """The training state holds something that cannot be captured; the message names its path and type."""
 
