@@ -42,7 +42,7 @@ class Comeback:
 
 def rows(record: Record) -> list[Row]:
     """The run in order of time: marks of the orchestrator, recoveries, outer steps."""
-    found = [_mark_row(mark, record) for mark in record.marks]
+    found = [mark_row(mark, record.began_at) for mark in record.marks]
     for life in record.lives:
         ready = life.first("ready")
         if ready is not None:
@@ -59,6 +59,20 @@ def rows(record: Record) -> list[Row]:
         found += [_row(record, heal, life.label, "torchft heal", "red") for heal in life.of("heal")]
     found += _sync_rows(record)
     return sorted(found, key=lambda row: row.at_s)
+
+
+def mark_row(mark: Event, began_at: float) -> Row:
+    """The line of one thing that the orchestrator did."""
+    label, what = str(mark.data.get("label", "")), str(mark.data.get("what", ""))
+    texts = {
+        "kill": (f"kill -9 {what}", "bold red"),
+        "delete": ("state directory deleted", "bold red"),
+        "start": (f"{what} started", ""),
+        "act": (f"{mark.data.get('name', '')}:", "bold"),
+        "note": (what, ""),
+    }
+    text, style = texts.get(mark.kind, (f"{mark.kind} {what}", ""))
+    return Row(mark.at - began_at, label, text, style)
 
 
 def comebacks(record: Record) -> list[Comeback]:
@@ -146,19 +160,6 @@ def show(record: Record, claims: Iterable[Claim], console: Console, lenient_cloc
 
 def _row(record: Record, event: Event, label: str, what: str, style: str = "") -> Row:
     return Row(event.at - record.began_at, label, what, style)
-
-
-def _mark_row(mark: Event, record: Record) -> Row:
-    label, what = str(mark.data.get("label", "")), str(mark.data.get("what", ""))
-    texts = {
-        "kill": (f"kill -9 {what}", "bold red"),
-        "delete": ("state directory deleted", "bold red"),
-        "start": (f"{what} started", ""),
-        "act": (f"── {mark.data.get('name', '')} ──", "bold"),
-        "note": (what, ""),
-    }
-    text, style = texts.get(mark.kind, (f"{mark.kind} {what}", ""))
-    return _row(record, mark, label, text, style)
 
 
 def _recovery_text(record: Record, restored: Event) -> str:
