@@ -244,7 +244,7 @@ def nothing_fetched_twice(record: Record, act: Event) -> Claim:
     outer = [
         section
         for recovery in (view.recoveries if view else [])
-        if (section := recovery.get("sections", {}).get("outer")) is not None
+        if (section := recovery.get("report", {}).get("sections", {}).get("outer")) is not None
     ]
     if not outer:
         return Claim(sentence, False, "the daemon reports no fetch of an outer section")

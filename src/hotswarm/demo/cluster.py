@@ -1,4 +1,4 @@
-"""The demo's processes, a lighthouse, and for each node a daemon and a trainer: starts them, reads their logs, kills them.
+"""The demo's processes: a lighthouse, and for each node a daemon and a trainer. Starts, watches and kills them.
 
 Everything that is started here is ended here: `close()` ends what still runs, and should this process itself be killed,
 the kernel kills its children (PR_SET_PDEATHSIG). Nothing outside is touched: every child is known by its pid, every

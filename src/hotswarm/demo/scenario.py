@@ -68,7 +68,7 @@ class Settings:
 
     @property
     def round_length(self) -> int:
-        """Inner steps per round: long enough for a restart, or for a fresh node to start and fetch, with room to spare."""
+        """Inner steps per round: enough for a restart, or for a fresh node to start and fetch, with room to spare."""
         shortest_s = max(RESTARTS_PER_ROUND * self.restart_s, self.restart_s + SLOWEST_FETCH_S + JOIN_SLACK_S)
         return max(4 * REPLAY_STEPS, math.ceil(shortest_s / self.step_s))
 
