@@ -1,0 +1,192 @@
+"""Snapshots through the daemon: the slot's state word hands them over, everything else goes over the control socket.
+
+The daemon may die and come back; training must not notice. The arena's memory belongs to this process as well, so
+captures go on into free slots meanwhile (and are skipped when there are none left), and `tend()`, called every second
+or so by the keeper thread, gives the arena back to the next daemon, which persists what it finds READY in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hotswarm.backend import Progress, Ticket
+from hotswarm.errors import ControlError, HotswarmError, StoreError
+from hotswarm.store.arena import Arena, Slot
+from hotswarm.store.base import SnapshotInfo, SnapshotSource
+from hotswarm.swarm.control import ControlClient, Session
+from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 1.0  # between two looks for a daemon
+LOOK_LIMIT_S = 30.0  # and at most this after many fruitless ones
+
+Connect = Callable[[], ControlClient | None]
+
+
+class _DaemonTicket:
+    def __init__(self, backend: DaemonBackend, seq: int) -> None:
+        self._backend = backend
+        self.seq = seq
+
+    def result(self, timeout_s: float) -> SnapshotInfo:
+        return self._backend.client.flush(self.seq, timeout_s)
+
+
+class DaemonBackend:
+    """A trainer's side of one daemon. `connect` finds (or starts) the daemon when the one that was there is gone.
+
+    Attaching happens with the first arena, not before: until then this only asks. Raises ControlError where the
+    daemon does not answer, and "busy" from `arena` where it serves another trainer.
+    """
+
+    def __init__(
+        self,
+        client: ControlClient,
+        connect: Connect,
+        *,
+        label: str,
+        retention: Mapping[str, int | None] | None = None,
+        linger_seconds: float | None = None,
+    ) -> None:
+        self.client = client
+        self._connect = connect
+        self._label = label
+        self._retention = retention
+        self._linger_seconds = linger_seconds
+        status = client.status()
+        self.node_id = str(status.get("node_id", ""))
+        self.run = str(status.get("run", ""))
+        self._session: Session | None = None
+        self._arena: Arena | None = None
+        self._last_seq = 0
+        self._guard = threading.Lock()
+        self._look_at = 0.0
+        self._looks = 0
+        self._closed = False
+
+    @property
+    def attached(self) -> bool:
+        """Whether a daemon holds this trainer's session right now."""
+        return self._session is not None and self._session.alive
+
+    def arena(self, slot_bytes: int, table_bytes: int) -> Arena:
+        """See Backend. A state that grew leaves the daemon and attaches again with a larger arena."""
+        with self._guard:
+            if self._closed:
+                raise ControlError("this checkpointer has let go of its daemon")
+            arena = self._arena
+            if arena is not None and arena.slot_bytes >= slot_bytes and arena.table_bytes >= table_bytes:
+                return arena
+            self._release()  # what is READY in a session that ends is persisted
+            session = self._attach(slot_bytes, table_bytes, None)
+            fd = os.dup(session.arena_fd)
+            try:
+                self._arena = Arena.from_fd(fd)
+            except StoreError:
+                os.close(fd)
+                session.close()
+                raise
+            self._session = session
+            self._arena.prefault()
+            return self._arena
+
+    def _attach(self, slot_bytes: int, table_bytes: int, arena_fd: int | None) -> Session:
+        session = self.client.attach(
+            slot_bytes,
+            table_bytes,
+            label=self._label,
+            rank=int(os.environ.get("LOCAL_RANK", "0") or 0),
+            retention=self._retention,
+            arena_fd=arena_fd,
+            linger_seconds=self._linger_seconds,
+        )
+        self._last_seq = max(self._last_seq, session.next_seq - 1)
+        return session
+
+    def next_seq(self) -> int:
+        """See Backend."""
+        with self._guard:
+            self._last_seq += 1
+            return self._last_seq
+
+    def submit(self, slot: Slot, seq: int) -> Ticket:
+        """See Backend. Microseconds."""
+        session = self._session
+        if session is not None:
+            session.ready(slot.index, seq)
+        return _DaemonTicket(self, seq)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """See Backend."""
+        return self.client.snapshots()
+
+    def open(self, snapshot_id: str) -> SnapshotSource:
+        """See Backend."""
+        return self.client.open_snapshot(snapshot_id)
+
+    def quarantine(self, snapshot_id: str, reason: str) -> None:
+        """The daemon looks for itself: it quarantines what its own verification finds damaged."""
+        try:
+            self.client.verify(snapshot_id)
+        except HotswarmError as error:
+            log.warning("snapshot %s: %s (%s)", snapshot_id, error, reason)
+
+    def recover(self, request: RecoverRequest, progress: Progress | None = None) -> RecoverOutcome:
+        """See Backend."""
+        return self.client.recover(request, progress)
+
+    def clock(self) -> LiveClock | None:
+        """See Backend."""
+        return self.client.clock()
+
+    def fetch(self, peer: str, request: RecoverRequest) -> SnapshotInfo:
+        """See Backend."""
+        return self.client.fetch(peer, request)
+
+    def status(self) -> dict[str, Any]:
+        """See Backend."""
+        return self.client.status()
+
+    def tend(self) -> None:
+        """See Backend: give the arena back to a daemon that came after the one it was made with."""
+        session, now = self._session, time.monotonic()
+        if session is None or session.alive or now < self._look_at or self._closed:
+            return
+        self._looks += 1
+        self._look_at = now + min(RECONNECT_S * 2 ** min(self._looks - 1, 5), LOOK_LIMIT_S)
+        try:
+            found = self._connect()
+            if found is None:
+                return
+            with self._guard:
+                arena = self._arena
+                if self._closed or arena is None or self._session is not session:
+                    return
+                self.client = found
+                self._session = self._attach(arena.slot_bytes, arena.table_bytes, session.arena_fd)
+                session.close()
+        except HotswarmError as error:
+            log.warning("no daemon to protect this trainer: %s; trying again", error)
+            return
+        self._looks = 0
+        log.info("attached to the daemon at %s", found.socket)
+
+    def _release(self) -> None:
+        session, self._session = self._session, None
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
+        if session is not None:
+            session.close()
+
+    def close(self) -> None:
+        """See Backend. The daemon persists what is READY, and lingers."""
+        with self._guard:
+            self._closed = True
+            self._release()

@@ -1,0 +1,106 @@
+"""From the `node=` that a caller gives to the store or the daemon that it means.
+
+`None`: the daemon that runs on the state directory, else one started there. A `NodeConfig` or `SwarmNode`: the same
+with those settings. A path: the control socket of a daemon that somebody else runs; nothing is ever started then.
+The state directory is the one that a NodeConfig names, else `$HOTSWARM_STATE_DIR` or a settings file, else the
+checkpointer's own directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotswarm.config import NodeConfig, load_settings
+from hotswarm.errors import ConfigError, ControlError
+from hotswarm.snapshot.signing import Signer
+from hotswarm.swarm.control import ControlClient, find_socket
+
+ANY_LOOPBACK_PORT = "127.0.0.1:0"  # a daemon nobody configured must not collide with another one on this machine
+
+
+@dataclass(slots=True)
+class Link:
+    """A node that may or may not be running. `socket` is set when the caller named a control socket."""
+
+    config: NodeConfig
+    socket: Path | None = None
+    spawned: bool = False
+
+    @property
+    def state_dir(self) -> Path:
+        """The node's state directory (of a daemon known by its socket alone: the directory for local use)."""
+        return self.config.state_dir
+
+    def find(self) -> ControlClient | None:
+        """A client of the daemon that runs, or None."""
+        if self.socket is not None:
+            client = ControlClient(self.socket)
+            try:
+                client.status()
+            except ControlError:
+                return None
+            return client
+        found = find_socket(self.state_dir)
+        return None if found is None else ControlClient(found)
+
+    def find_or_spawn(self, *, more_peers: Sequence[str] = ()) -> ControlClient:
+        """A client of the daemon that runs, or of a new one. Raises what kept it from starting."""
+        client = self.find()
+        if client is not None:
+            return client
+        if self.socket is not None:
+            raise ControlError(f"no daemon answers at {self.socket}; start it, or give node=None to have one started")
+        from hotswarm.swarm.spawn import spawn
+
+        peers = tuple(dict.fromkeys((*self.config.peers, *more_peers)))
+        client = spawn(self.config.replace(peers=peers))
+        self.spawned = True
+        return client
+
+    def again(self) -> ControlClient | None:
+        """After the daemon was lost: the one that runs now, or, where this process had started it, a new one."""
+        client = self.find()
+        return self.find_or_spawn() if client is None and self.spawned else client
+
+    def signer(self) -> Signer:
+        """The identity that the state directory holds, made when there is none."""
+        from hotswarm.swarm.identity import NodeIdentity
+
+        return NodeIdentity.load_or_create(self.state_dir)
+
+
+def resolve(node: object, directory: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Link:
+    """The link that `node` means. `directory` is the state directory of last resort; `overrides` are settings that
+    apply where this process starts the daemon itself, unless `node` says otherwise. ConfigError.
+    """
+    if isinstance(node, NodeConfig):
+        return Link(_absolute(node))
+    if isinstance(node, (str, os.PathLike)):
+        path = Path(node)
+        settings = load_settings()
+        fallback = directory if directory is not None else settings.config.state_dir
+        return Link(_absolute(settings.config.replace(state_dir=fallback)), socket=path)
+    if node is None:
+        settings = load_settings()
+        changes = dict(overrides or {})
+        if settings.origins["state_dir"] == "default" and directory is not None:
+            changes["state_dir"] = directory
+        if settings.origins["listen"] == "default":
+            changes["listen"] = ANY_LOOPBACK_PORT
+        changes = {k: v for k, v in changes.items() if settings.origins.get(k) == "default"}
+        return Link(_absolute(settings.config.replace(**changes)))
+    config = getattr(node, "config", None)  # a SwarmNode; its module is loaded only by those who use it
+    if isinstance(config, NodeConfig):
+        return Link(_absolute(config))
+    raise ConfigError(
+        f"node must be a NodeConfig, a SwarmNode, the path of a control socket or None, not {type(node).__name__}",
+        "node",
+    )
+
+
+def _absolute(config: NodeConfig) -> NodeConfig:
+    return config.replace(state_dir=config.state_dir.absolute())  # the working directory may change later
