@@ -156,7 +156,7 @@ class Mapping:
             _open.add(self)
 
     def prefault(self, offset: int, length: int) -> None:
-        """Enter pages into this process's page table, so that the first copy pays no page faults. Slow: use a thread."""
+        """Enter pages into this process's page table: the first copy then pays no page faults. Slow: use a thread."""
         end = min(self.size, offset + length)
         for start in range(offset - offset % mmap.PAGESIZE, end, _PREFAULT_STEP):
             view = self.view
