@@ -145,7 +145,7 @@ class Cluster:
         """torchft's lighthouse on a free loopback port; its URL."""
         program = Path(sys.executable).with_name("torchft_lighthouse")
         argv = [str(program), "--bind", "127.0.0.1:0", "--min_replicas", "2", "--join_timeout_ms", str(join_timeout_ms)]
-        child = self._start("lighthouse", argv)
+        child = self.start("lighthouse", argv)
         match = self.until(lambda: LIGHTHOUSE_URL.search(child.output.read_text(errors="replace")), 20, "a lighthouse")
         return f"http://127.0.0.1:{match.group(1)}"
 
@@ -171,7 +171,7 @@ class Cluster:
         argv += ["--peers", ",".join(peers)] if peers else []
         for name, value in options.items():
             argv += [f"--{name}", value]
-        node.daemon = self._start(f"{node.label}-daemon", argv)
+        node.daemon = self.start(f"{node.label}-daemon", argv)
         status = self.until(lambda: _status(node), 30, f"the daemon of {node.label}")
         node.address = str(status["listen"])
         self.node_labels[str(status["node_id"])] = node.label
@@ -185,7 +185,7 @@ class Cluster:
         argv += ["--state-dir", str(node.state_dir), "--log", str(log)]
         for name, value in options.items():
             argv += [f"--{name}", value]
-        node.trainer = self._start(f"{node.label}-trainer-{number}", argv)
+        node.trainer = self.start(f"{node.label}-trainer-{number}", argv)
         node.lives.append((Tail(log), node.trainer.output))
         self.mark("start", what="trainer", label=node.label, life=number)
         return node.tail
@@ -260,7 +260,8 @@ class Cluster:
         views = {node.label: _view(node) for node in nodes}
         return Record(began_at, tuple(lives), tuple(self.marks), dict(self.node_labels), views, dict(settings))
 
-    def _start(self, name: str, argv: Sequence[str | Path]) -> Child:
+    def start(self, name: str, argv: Sequence[str | Path]) -> Child:
+        """A child process whose output goes to `<name>.log`."""
         output = self.logs / f"{name}.log"
         with output.open("ab") as out:
             process = subprocess.Popen(
