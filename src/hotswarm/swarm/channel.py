@@ -9,10 +9,10 @@ manifest) travels as a descriptor of its own.
     trainer → daemon   {"op": "ready", "slot", "seq"}                     a hint; no answer
     any     → daemon   {"op": "open", "snapshot_id"}
     daemon  → any      {"ok": true, "packs": [name, …]} [manifest, pack, …]
-                       {"ok": true, "slot": index} [manifest, arena]      when it is still in the arena
+    daemon  → trainer  {"ok": true, "slot": index} [manifest, arena]      when its own arena still holds it
     daemon  → any      {"error": {…}}                                     see `error_to_json`
 
-An attached session lasts as long as its connection; an opened snapshot is kept from deletion as long as its.
+An attached session lasts as long as its connection.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ def snapshot_to_json(info: SnapshotInfo) -> Json:
         "stored_bytes": info.stored_bytes,
         "path": str(info.path),
         "complete_sections": sorted(info.complete_sections),
+        "all_sections": sorted(info.all_sections),
         "pinned": info.pinned,
         "own": info.own,
     }
@@ -81,6 +82,7 @@ def snapshot_from_json(data: Mapping[str, Any]) -> SnapshotInfo:
         values["arch"] = bytes.fromhex(values["arch"])
         values["path"] = Path(values["path"])
         values["complete_sections"] = frozenset(values["complete_sections"])
+        values["all_sections"] = frozenset(values["all_sections"])
         return SnapshotInfo(**values)
     except (KeyError, TypeError, ValueError) as error:
         raise ControlError(f"the daemon described a snapshot in another way than this version: {error}") from None
@@ -219,13 +221,15 @@ class ControlClient:
         return Session(self, sock, fds[0], answer)
 
     def open_snapshot(self, snapshot_id: str) -> SnapshotSource:
-        """Open a snapshot through descriptors, so the caller needs no access to the state directory. While it is open
-        the daemon does not delete it. Raises NoSnapshot.
+        """Open a snapshot through descriptors, so the caller needs no access to the state directory.
+
+        Its bytes stay readable until it is closed, whatever the daemon deletes. Raises NoSnapshot.
         """
         from hotswarm.swarm.opened import open_received
 
         sock, answer, fds = self._exchange({"op": "open", "snapshot_id": snapshot_id}, [], self.timeout_s)
-        return open_received(sock, answer, fds)
+        sock.close()
+        return open_received(answer, fds)
 
     # ---- plumbing
 

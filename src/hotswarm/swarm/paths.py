@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotswarm.errors import LocalFailure
+from hotswarm.store.lock import LOCK_NAME, MAX_LOCK_BYTES
 
-LOCK_NAME = "daemon.lock"
 SOCKET_PATH_MAX = 107 - len(".fd")  # sockaddr_un.sun_path is 108 bytes with its zero
-MAX_LOCK_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
