@@ -133,6 +133,10 @@ class Manifest:
         """Later snapshots have larger keys. A failed commit repeats a round, so (outer, inner) is no order."""
         return (self.outer_step, self.training_step, self.seq)
 
+    def numbered(self, kind: str, seq: int) -> Manifest:
+        """The same with another kind and sequence number."""
+        return replace(self, kind=kind, seq=seq)
+
     @property
     def raw_bytes(self) -> int:
         """Tensor bytes of all sections."""

@@ -1,0 +1,1 @@
+"""Where snapshots live: files on disk, and the shared-memory arena in which they are captured."""

@@ -1,0 +1,70 @@
+"""Which snapshots go. Pure: it is told what there is and says what is to be deleted.
+
+Kept are the newest `max_hot`, `max_cold` and `max_recovery` of each kind. Whatever counts and bytes say, never deleted
+are the newest complete snapshot, the newest complete one of this node's own, and what the caller protects: pinned
+snapshots, and those that are being read or served.
+
+Of the hot ones the last place goes to the newest snapshot of the round before, when the newest ones are all of one
+round and there are at least three places: neighbours that are one round behind can then still be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from hotswarm.ids import SnapshotId
+from hotswarm.store.base import SnapshotInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How much to keep. `max_bytes` counts each pack once, however many snapshots share it; None is no limit."""
+
+    max_hot: int = 5
+    max_cold: int = 3
+    max_recovery: int = 2  # the one being restored, and the one before, should that turn out damaged
+    max_bytes: int | None = None
+
+    def doomed(
+        self,
+        snapshots: Sequence[SnapshotInfo],
+        protected: Collection[SnapshotId],
+        packs: Mapping[SnapshotId, Mapping[str, int]],
+    ) -> list[SnapshotId]:
+        """Ids to delete, oldest first. `snapshots` oldest first; `packs`: the bytes of each pack a snapshot needs."""
+        safe = set(protected) | self._never(snapshots)
+        kept = {info.snapshot_id for kind in ("hot", "cold", "recovery") for info in self._newest(snapshots, kind)}
+        gone = [info.snapshot_id for info in snapshots if info.snapshot_id not in kept | safe]
+        if self.max_bytes is not None:
+            left = [info.snapshot_id for info in snapshots if info.snapshot_id not in gone]
+            for candidate in list(left):
+                if _union_bytes(packs, left) <= self.max_bytes:
+                    break
+                if candidate not in safe:
+                    left.remove(candidate)
+                    gone.append(candidate)
+        return gone
+
+    def _never(self, snapshots: Sequence[SnapshotInfo]) -> set[SnapshotId]:
+        complete = [info for info in snapshots if info.complete]
+        own = [info for info in complete if info.own]
+        return {group[-1].snapshot_id for group in (complete, own) if group}
+
+    def _newest(self, snapshots: Sequence[SnapshotInfo], kind: str) -> list[SnapshotInfo]:
+        count = {"hot": self.max_hot, "cold": self.max_cold, "recovery": self.max_recovery}[kind]
+        of_kind = [info for info in snapshots if info.kind == kind]
+        newest = of_kind[max(len(of_kind) - count, 0) :]
+        earlier = of_kind[: max(len(of_kind) - count, 0)]
+        if kind == "hot" and count >= 3 and earlier and newest[0].outer_step == newest[-1].outer_step:
+            before = [info for info in earlier if info.outer_step < newest[-1].outer_step]
+            if before and before[-1].outer_digest is not None:
+                newest = [before[-1], *newest[1:]]
+        return newest
+
+
+def _union_bytes(packs: Mapping[SnapshotId, Mapping[str, int]], ids: Sequence[SnapshotId]) -> int:
+    union: dict[str, int] = {}
+    for snapshot_id in ids:
+        union.update(packs[snapshot_id])
+    return sum(union.values())
