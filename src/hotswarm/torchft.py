@@ -70,7 +70,7 @@ def attach(manager: Manager, diloco: DiLoCo, checkpointer: SpeculativeCheckpoint
     """
     adapter = TorchftAdapter(manager, diloco, checkpointer.model)
     old = manager._checkpoint_transport
-    transport = old if isinstance(old, SwarmCheckpointTransport) else SwarmCheckpointTransport()
+    transport = adapter.transport = old if isinstance(old, SwarmCheckpointTransport) else adapter.transport
     transport.bind(adapter, checkpointer)
     manager._checkpoint_transport = transport
     if old is not transport:
@@ -104,6 +104,8 @@ class TorchftAdapter:
             raise ConfigError(
                 "this DiLoCo was built on another Manager; attach the pair that belongs together", "manager"
             )
+        self.transport = SwarmCheckpointTransport()
+        """The one that the Manager uses; it counts heals."""
         self._manager = manager
         self._diloco = diloco
         self._names = named_tensors(model).name_of
