@@ -109,8 +109,10 @@ def test_digests_follow_their_definition_and_see_every_bit(tmp_path: Path) -> No
 
 def test_the_journal_is_a_line_of_json_each_and_appends(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "a.jsonl"
-    Journal(path).write("start", pid=1)
-    Journal(path).write("step", loss=(0.1).hex())
+    for kind, fields in (("start", {"pid": 1}), ("step", {"loss": (0.1).hex()})):
+        journal = Journal(path)
+        journal.write(kind, **fields)
+        journal.close()
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [line["ev"] for line in lines] == ["start", "step"]
     assert float.fromhex(lines[1]["loss"]) == 0.1

@@ -31,6 +31,10 @@ class Journal:
         self._file.write(json.dumps({"ev": kind, "t": time.time(), **fields}, default=str) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """No line after this."""
+        self._file.close()
+
 
 def process_age_s() -> float:
     """Seconds since this process was started, interpreter and imports included (Linux, whole ticks of 10 ms)."""

@@ -279,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         journal.write("end", reason=f"{type(error).__name__}: {error}")
         raise
     journal.write("end", reason="told to stop")
+    journal.close()
     return 0
 
 
