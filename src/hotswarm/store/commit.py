@@ -4,6 +4,7 @@ the manifest that makes them a snapshot is committed by the caller, and undone w
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from hotswarm.snapshot.manifest import Manifest, SectionEntry
 from hotswarm.snapshot.sections import SECTIONS, SectionDraft
 from hotswarm.store.directory import RunFolders, log
 from hotswarm.store.fileops import FileOps, close_fd
-from hotswarm.store.packing import PackWriter, hash_stream
+from hotswarm.store.packing import DIRECT_FROM_BYTES, PackWriter, hash_stream
 from hotswarm.store.partial import PartialSection
 from hotswarm.store.placement import ABSENT, OWN, SHARED, SectionPlacement, nowhere
 from hotswarm.store.source import FileSource
@@ -138,18 +139,24 @@ def _write_pack(
     path = _new_pack_path(folders, name)
     undo.created(path)
     fd = take_spare(folders, name, placed.stream_bytes, path, ops)
-    reused = fd is not None
+    roomy = fd is not None
     if fd is None:
         fd = ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    direct_fd = None
     try:
-        writer = PackWriter(ops, fd)
+        if placed.stream_bytes >= DIRECT_FROM_BYTES:
+            roomy = roomy or ops.preallocate(fd, placed.stream_bytes)
+            direct_fd = _open_direct(path, ops)
+        writer = PackWriter(ops, fd, direct_fd)
         digests, offsets = writer.write_section(view, placed.chunks, known=outer_chunks, digests=digests)
-        if reused:
+        if roomy:
             ops.truncate(fd, writer.size)
         if writer.size:
             ops.sync(fd)
     finally:
         close_fd(fd)
+        if direct_fd is not None:
+            close_fd(direct_fd)
     if not writer.size:
         ops.unlink(path)
     kinds = {offset & 3 for offset in offsets}
@@ -157,6 +164,15 @@ def _write_pack(
         path.name if OWN in kinds else "", outer_pack if SHARED in kinds else "", tuple(offsets)
     )
     return digests, placement
+
+
+def _open_direct(path: Path, ops: FileOps) -> int | None:
+    try:
+        return ops.open(path, os.O_WRONLY | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None  # this file system has no O_DIRECT
 
 
 def fetch_placements(

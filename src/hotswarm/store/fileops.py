@@ -6,10 +6,12 @@ locks nor deleted packs of ours.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
 
+_libc = ctypes.CDLL(None)
 _open_fds: set[int] = set()
 
 
@@ -53,6 +55,13 @@ class FileOps:
             if not done:
                 raise OSError(errno.EIO, "nothing was written")
             view, offset = view[done:], offset + done
+
+    def preallocate(self, fd: int, size: int) -> bool:
+        """Have the file system find room for `size` bytes at once; False where it cannot, which does no harm."""
+        try:
+            return bool(_libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0)
+        except AttributeError:  # not Linux; os.posix_fallocate would write zeros where there is no support
+            return False
 
     def truncate(self, fd: int, size: int) -> None:
         """Set the size of a file."""
