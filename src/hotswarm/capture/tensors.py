@@ -22,15 +22,6 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 _SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COPYABLE = frozenset({torch.complex32, torch.complex64, torch.complex128})
 
-_memmove = ctypes.CDLL(None).memmove  # the C library's own: called through CDLL it runs without the GIL
-_memmove.restype = None
-_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-
-
-def memmove(target: int, source: int, nbytes: int) -> None:
-    """Copy between two addresses, without the GIL."""
-    _memmove(target, source, nbytes)
-
 
 def dtype_of(name: str) -> torch.dtype:
     """The torch dtype of this name; Incompatible when this torch has none."""

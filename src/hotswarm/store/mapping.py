@@ -31,7 +31,20 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
+_libc.memmove.restype = None
+_libc.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def memmove(target: int, source: int, nbytes: int) -> None:
+    """Copy between two addresses, without the GIL (a slice assignment between memoryviews keeps it)."""
+    _libc.memmove(target, source, nbytes)
+
+
+def address_of(view: memoryview) -> int:
+    """Where a writable, contiguous, not empty view begins."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
 
 
 def available_bytes() -> int | None:
