@@ -253,7 +253,7 @@ class Stage:
 
     def _open(self) -> None:
         self.lighthouse = self.cluster.start_lighthouse(self.settings.join_timeout_ms)
-        self.cluster.swarm_node("keygen", "--out", str(self.key))
+        self.cluster.swarm_node("keygen", "--swarm-key", str(self.key))
         for node in self.nodes:
             self._start_daemon(node)
         for node in self.nodes:

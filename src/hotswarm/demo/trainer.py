@@ -19,6 +19,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +104,7 @@ class Trainer:
         )
         self.checkpointer.on_progress = lambda progress: journal.write("progress", progress=progress)
         self.engine: EngineAdapter
+        self._stream: Iterator[Tensor] = iter(())
 
     def recover(self) -> None:
         """Starts the checkpointer, which recovers, and writes down what it restored."""
@@ -110,7 +112,11 @@ class Trainer:
         report = self.checkpointer.last_report
         if report is not None:
             self.journal.write(
-                "recovered", report=asdict(report), snapshot_id=report.snapshot_id, digests=self.digests()
+                "recovered",
+                **self.position(),
+                report=asdict(report),
+                snapshot_id=report.snapshot_id,
+                digests=self.digests(),
             )
 
     def position(self) -> dict[str, int]:
@@ -124,7 +130,7 @@ class Trainer:
 
     def forward(self) -> Tensor:
         """The loss of the next batch."""
-        return self.model.loss(next(self.batches))
+        return self.model.loss(next(self._stream))
 
     def log_step(self, before: dict[str, int], loss: Tensor) -> None:
         """The step that began at `before`."""
@@ -150,6 +156,7 @@ class Trainer:
         """Says how long the start took, then waits for the others. `built_s`: age of the process before recovery."""
         recover_s = process_age_s() - built_s
         seconds = {"import": self.imported_s, "build": built_s - self.imported_s, "recover": recover_s}
+        self._stream = iter(self.batches)  # after the start of the checkpointer, which follows it
         self.journal.write("ready", **self.position(), seconds=seconds)
         while self.args.start_file is not None and not self.args.start_file.exists():
             time.sleep(POLL_S)
