@@ -174,7 +174,7 @@ class Cluster:
         node.daemon = self.start(f"{node.label}-daemon", argv)
         status = self.until(lambda: _status(node), 30, f"the daemon of {node.label}")
         node.address = str(status["listen"])
-        self.node_labels[str(status["node_id"])] = node.label
+        self.node_labels[str(status["node"])] = node.label
         self.mark("start", what="daemon", label=node.label)
 
     def start_trainer(self, node: Node, options: Mapping[str, str]) -> Tail:
