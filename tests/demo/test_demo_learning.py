@@ -40,7 +40,7 @@ def test_the_prediction_of_a_byte_does_not_see_what_follows() -> None:
 
 def test_it_learns_the_library_text() -> None:
     model = small()
-    batches = Batches(library_text(0, 3, 50_000), batch=16, context=16, seed=1)
+    batches = iter(Batches(library_text(0, 3, 50_000), batch=16, context=16, seed=1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(60):
@@ -64,19 +64,20 @@ def test_shards_are_whole_different_and_the_same_each_time() -> None:
 
 def test_the_data_position_resumes_to_the_byte_across_epochs() -> None:
     text = bytes(range(256)) * 4  # 60 windows of 17: 15 batches of 4 in an epoch
-    through = Batches(text, batch=4, context=16, seed=5)
+    through = iter(Batches(text, batch=4, context=16, seed=5))
     seen = [next(through).clone() for _ in range(40)]
     for stop in (0, 1, 14, 15, 16, 31):
         first, again = Batches(text, batch=4, context=16, seed=5), Batches(text, batch=4, context=16, seed=5)
+        stream, resumed = iter(first), iter(again)
         for _ in range(stop):
-            next(first)
+            next(stream)
         again.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert all(torch.equal(next(again), batch) for batch in seen[stop:])
+        assert all(torch.equal(next(resumed), batch) for batch in seen[stop:])
 
 
 def test_an_epoch_shows_each_window_once_and_the_next_in_another_order() -> None:
     text = bytes(i % 251 for i in range(17 * 12))
-    batches = Batches(text, batch=4, context=16, seed=2)
+    batches = iter(Batches(text, batch=4, context=16, seed=2))
     epochs = [torch.cat([next(batches) for _ in range(3)]) for _ in range(2)]
     rows = [sorted(map(tuple, epoch.tolist())) for epoch in epochs]
     assert rows[0] == rows[1] == sorted(tuple(text[i * 17 : (i + 1) * 17]) for i in range(12))

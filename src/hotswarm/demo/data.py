@@ -8,8 +8,8 @@ and neither the model's random numbers nor anyone else's move it.
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def library_text(shard: int, shards: int, limit_bytes: int = SHARD_BYTES) -> byt
 
 
 class Batches:
-    """An endless iterator of (batch, context + 1) int64 windows, shuffled; `state_dict` is its position."""
+    """Endless (batch, context + 1) int64 windows, shuffled; `state_dict` is the position, for all iterators at once."""
 
     def __init__(self, text: bytes, *, batch: int, context: int, seed: int) -> None:
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -55,10 +55,12 @@ class Batches:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         return torch.randperm(self._windows, generator=generator)
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[Tensor]:
+        """Goes on wherever the position is when the next batch is asked for."""
+        while True:
+            yield self._next_batch()
 
-    def __next__(self) -> Tensor:
+    def _next_batch(self) -> Tensor:
         if (self._taken + 1) * self._batch > self._windows:
             self._epoch, self._taken = self._epoch + 1, 0
             self._order = self._shuffled()

@@ -1,0 +1,82 @@
+"""Replicas of torchft's DiLoCo, really killed: exact replay, the same sync, and healing that unpickles nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchft_cluster import ALONE, Cluster
+
+H = 6
+
+
+@pytest.fixture
+def cluster(short_dir: Path, processes: Any, lighthouse: Callable[..., str]) -> Callable[..., Cluster]:
+    return lambda **options: Cluster(short_dir, lighthouse(**options), processes.start)
+
+
+def agree(*events: dict[str, Any]) -> None:
+    """All of these syncs left the same live weights, outer copy and momentum behind."""
+    for name in ("params", "outer", "momentum"):
+        assert len({event["digests"][name] for event in events}) == 1, name
+
+
+def test_a_killed_replica_replays_its_losses_bit_for_bit_and_joins_the_same_sync(
+    cluster: Callable[..., Cluster],
+) -> None:
+    swarm = cluster(min_replicas=2, join_timeout_ms=40_000)
+    go, hold = swarm.root / "go", swarm.root / "hold"
+    common = {"sync_every": 12, "rounds": 3, "start_file": str(go), "config": ALONE, "snapshot_every": 3}
+    survivor = swarm.replica(0, **common)
+    victim = swarm.replica(1, hold_file=str(hold), **common)
+    for each in (survivor, victim):
+        each.wait_for("ready")
+    go.touch()
+    victim.wait_for("step", outer=1, inner=8)
+    victim.kill()
+    before = victim.losses()
+    again = swarm.replica(1, **common)
+    recovered = again.wait_for("recovered")
+    assert recovered["mode"] == "resume"
+    assert (recovered["outer"], recovered["inner"]) == (1, 6)
+    taken = next(event for event in victim.events("snapshot") if (event["outer"], event["inner"]) == (1, 6))
+    assert recovered["digests"] == taken["digests"]
+    assert survivor.child.wait(90) == 0
+    assert again.child.wait(30) == 0
+    after = again.losses()
+    replayed = sorted(set(before) & set(after))
+    assert replayed[0] == (1, 7)
+    assert len(replayed) >= 2
+    assert {step: before[step] for step in replayed} == {step: after[step] for step in replayed}
+    rates = [{(e["outer"], e["inner"]): e["lr"] for e in life.events("step")} for life in (victim, again)]
+    assert all(rates[0][step] == rates[1][step] for step in replayed)
+    syncs = survivor.events("sync")
+    assert [(sync["outer"], sync["committed"], sync["participants"]) for sync in syncs] == [
+        (1, True, 2),
+        (2, True, 2),
+        (3, True, 2),
+    ]
+    for sync, own in zip(syncs[1:], again.events("sync"), strict=True):
+        agree(sync, own)
+        assert own["heals"] == [0, 0]
+        assert sync["heals"] == [0, 0]
+
+
+def test_a_replica_that_is_behind_and_finds_no_swarm_leaves_instead_of_asking_again(
+    cluster: Callable[..., Cluster],
+) -> None:
+    swarm = cluster(min_replicas=1, join_timeout_ms=500)
+    settings = {"sync_every": H, "config": ALONE, "step_s": 0.1}
+    healthy = swarm.replica(0, rounds=8, **settings)
+    healthy.wait_for("sync", outer=1)
+    late = swarm.replica(1, rounds=99, recover=False, timeout_s=5, **{**settings, "step_s": 0.0})
+    assert late.child.wait(60) == 3
+    (left,) = late.events("left")
+    assert "behind its swarm" in left["reason"]
+    assert late.events("user_load") == []
+    assert len(late.events("sync")) == 0
+    assert healthy.child.wait(90) == 0
+    discarded = [sync for sync in healthy.events("sync") if not sync["committed"]]
+    assert len(discarded) <= 1

@@ -1,0 +1,102 @@
+"""Replicas as processes, their events as they come, and sidecar daemons when a test wants a swarm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPT = Path(__file__).parent / "torchft_replica.py"
+ALONE = {"announce_to_dht": False, "serve_to_peers": False}  # no daemon at all: the local store only
+
+
+@dataclass
+class Running:
+    """One life of one replica."""
+
+    child: subprocess.Popen[bytes]
+    path: Path
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        lines = self.path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is unfinished
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        return [event for event in found if not kinds or event["ev"] in kinds]
+
+    def wait_for(self, kind: str, timeout_s: float = 60.0, **wanted: object) -> dict[str, Any]:
+        """The first event of that kind with these fields; fails when the process ends first."""
+        deadline_at = time.monotonic() + timeout_s
+        while True:
+            ended = self.child.poll() is not None
+            for event in self.events(kind):
+                if all(event.get(name) == value for name, value in wanted.items()):
+                    return event
+            assert not ended, f"ended with {self.child.returncode} before {kind} {wanted}: {self.tail()}"
+            assert time.monotonic() < deadline_at, f"no {kind} {wanted} within {timeout_s} s: {self.tail()}"
+            time.sleep(0.02)
+
+    def tail(self) -> str:
+        log = self.path.with_suffix(".log")
+        return f"\n{self.path.read_text(encoding='utf-8')[-1500:]}\n{log.read_text(errors='replace')[-3000:]}"
+
+    def kill(self) -> None:
+        self.child.send_signal(signal.SIGKILL)
+        self.child.wait(10)
+
+    def losses(self) -> dict[tuple[int, int], str]:
+        return {(event["outer"], event["inner"]): event["loss"] for event in self.events("step")}
+
+
+class Cluster:
+    """Starts replicas against one lighthouse; every folder lies under `root`."""
+
+    def __init__(self, root: Path, lighthouse: str, start: Callable[..., subprocess.Popen[bytes]]) -> None:
+        self.root = root
+        self.lighthouse = lighthouse
+        self._start = start
+        self._lives = 0
+
+    def state_dir(self, index: int) -> Path:
+        return self.root / f"s{index}"
+
+    def replica(self, index: int, **settings: Any) -> Running:
+        self._lives += 1
+        path = self.root / f"r{index}-{self._lives}.jsonl"
+        given = {"index": index, "lighthouse": self.lighthouse, "state_dir": str(self.state_dir(index)), **settings}
+        with path.open("wb") as out, path.with_suffix(".log").open("wb") as err:
+            child = self._start([sys.executable, SCRIPT, json.dumps(given)], stdout=out, stderr=err)
+        return Running(child, path)
+
+    def daemon(self, index: int, *, key: Path, peers: list[str] | None = None) -> str:
+        """A sidecar for replica `index`; its address once it listens."""
+        command = [sys.executable, "-m", "hotswarm.cli.main", "serve", "--state-dir", self.state_dir(index)]
+        command += ["--listen", "127.0.0.1:0", "--swarm-key", key, "--run", "torchft-test", "--name", f"r{index}"]
+        if peers:
+            command += ["--peers", ",".join(peers)]
+        self.state_dir(index).mkdir(exist_ok=True)
+        child = self._start(command)
+        lock = self.state_dir(index) / "daemon.lock"
+        deadline_at = time.monotonic() + 20
+        while True:
+            try:
+                listen = json.loads(lock.read_text(encoding="utf-8")).get("listen")
+                if listen and not str(listen).endswith(":0"):
+                    return str(listen)
+            except (FileNotFoundError, ValueError):
+                pass
+            assert child.poll() is None, f"the daemon ended with {child.returncode}: {child.log.read_text()[-2000:]}"
+            assert time.monotonic() < deadline_at, "the daemon does not listen"
+            time.sleep(0.05)
+
+    def key(self) -> Path:
+        """A swarm key file, made by the command."""
+        path = self.root / "swarm.key"
+        command = [sys.executable, "-m", "hotswarm.cli.main", "keygen", "--out", path]
+        subprocess.run(command, check=True, capture_output=True, timeout=60, env=dict(os.environ))
+        return path
