@@ -1,0 +1,452 @@
+"""`RunDirectory`: who takes part in a run, kept in a sealed DHT.
+
+One per daemon, in its event loop. It holds the socket, keeps the routing table filled, announces this node and finds
+the others. What it does by itself, from `start` to `stop`:
+
+- **bootstrap**, for ever: while it knows fewer than three nodes it calls everyone it has ever heard of (the addresses
+  given, resolved anew each time and off the loop; the peer cache; addresses in records and those passed to
+  `add_seeds`), with a pause that grows to 10 s, or 30 s once somebody is known;
+- **refresh**: a third of the time to live after the last announcement it signs and stores the record again, with a new
+  seq; sooner when hardly anybody held the last one;
+- **keep alive**: contacts not heard from for 30 s are pinged, so that the dead are gone before a lookup needs the
+  table;
+- **peer cache**: written every minute when it has changed, and at the end.
+
+The directory may be wrong or slow without harm: it need return only one live member, and nothing is restored because
+of what a record says. `lookup` therefore yields records as they arrive and never waits for the slowest node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hotswarm.errors import ConfigError, LocalFailure, LockedError
+from hotswarm.ids import NodeId, check_run
+from hotswarm.swarm.identity import NodeIdentity
+from hotswarm.swarm.kad import K, MergeStorage, SealedProtocol, SealedServer, crawl
+from hotswarm.swarm.peercache import PeerCache
+from hotswarm.swarm.records import (
+    MAX_TTL_S,
+    Record,
+    RecordBook,
+    RecordError,
+    Relayed,
+    SignedRecord,
+    decode_value,
+    dht_keys,
+    encode_value,
+    newest,
+    shard_of,
+)
+from hotswarm.swarm.resolve import Resolver, split_host_port
+from hotswarm.swarm.sealed import Address, SealedChannel, canonical
+from hotswarm.swarm.swarmkey import Membership, is_loopback
+
+log = logging.getLogger(__name__)
+
+MIN_CONTACTS = 3
+FIRST_PAUSE_S = 0.25
+MAX_PAUSE_ALONE_S = 10.0
+MAX_PAUSE_S = 30.0
+KEEPALIVE_S = 30.0
+SAVE_EVERY_S = 60.0
+PUBLISH_TIMEOUT_S = 8.0  # a crawl through dead nodes and one round of stores
+WITHDRAW_TIMEOUT_S = 1.0
+MAX_LEARNED = 256
+_PINGS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a node says of itself; `RunDirectory` adds sequence number, time to live and signature."""
+
+    addresses: tuple[Address, ...]
+    outer_step: int = 0
+    inner_step: int = 0
+    outer_digest: bytes = b""
+    snapshot_bytes: int = 0
+
+
+class RunDirectory:
+    """See the module's head. `seeds` are `host:port`, names allowed; `ttl_s` is that of this node's record."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        membership: Membership,
+        run: str,
+        cache: PeerCache,
+        *,
+        seeds: Sequence[str] = (),
+        advertise: Address | None = None,
+        ttl_s: int = 600,
+        wall_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        if not 1 <= ttl_s <= MAX_TTL_S:
+            raise ConfigError(
+                f"a record's time to live of {ttl_s} s is not within 1 to {MAX_TTL_S}", "record_ttl_seconds"
+            )
+        self.identity = identity
+        self.run = check_run(run)
+        self.ttl_s = ttl_s
+        self.address: Address = ("", 0)
+        self._seeds = [split_host_port(s) for s in seeds]
+        self._advertise = advertise
+        self._cache = cache
+        self._wall_ms = wall_ms
+        self._keys = [dht_keys(secret, run) for secret in membership.run_secrets]
+        self._storage = MergeStorage(RecordBook(keep=identity.node_id))
+        self._channel = SealedChannel(membership.udp_keys, identity.kademlia_id, self._may_be_mine)
+        self._server = SealedServer(identity.kademlia_id, self._storage, self._channel)
+        self._resolver = Resolver()
+        self._learned: dict[Address, None] = {}
+        self._announcement: Announcement | None = None
+        self._seq = cache.seq
+        self._stored_on = 0
+        self._published_at = 0.0
+        self._publishing = asyncio.Lock()
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------ life
+
+    async def start(self, host: str, port: int) -> int:
+        """Open the socket and begin to look for others. Returns the port, for `port` 0 a free one.
+
+        LockedError when the port is taken, LocalFailure when it cannot be opened otherwise.
+        """
+        for name in ("kademlia", "rpcudp"):  # they log keys and values at INFO, and every dead node as a warning
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        try:
+            await self._server.listen(port, host)
+        except OSError as e:
+            if e.errno == errno.EADDRINUSE:
+                raise LockedError(
+                    f"UDP port {port} on {host} belongs to another process; end it, or choose another --listen"
+                ) from e
+            raise LocalFailure(f"cannot listen on UDP {host}:{port}: {e.strerror or e}; check --listen") from e
+        name = self._server.transport.get_extra_info("sockname")
+        self.address = (str(name[0]), int(name[1]))
+        for work in (self._bootstrap(), self._refresh(), self._keep_alive(), self._save_cache()):
+            self._tasks.append(asyncio.get_running_loop().create_task(work))
+        return self.address[1]
+
+    async def stop(self, *, withdraw: bool = True) -> None:
+        """Take the record back (at most a second), save the cache, close. Safe to call twice."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if withdraw and tasks:
+            await self.withdraw()
+        self._server.stop()
+        if tasks:
+            await self._write_cache()
+            await asyncio.sleep(0)  # lets the transport's close come through before the loop ends
+
+    @property
+    def protocol(self) -> SealedProtocol:
+        """The DHT's lower half, once started."""
+        protocol: SealedProtocol = self._server.protocol
+        return protocol
+
+    # ------------------------------------------------------------ announcing
+
+    async def publish(self, announcement: Announcement) -> int:
+        """Announce this node from now on. Returns how many others hold the record; 0 when alone, which is no error."""
+        self._announcement = announcement
+        return await self._put(self.ttl_s)
+
+    async def withdraw(self) -> None:
+        """Take the announcement back everywhere, at best effort and within a second."""
+        if self._announcement is None:
+            return
+        try:
+            await asyncio.wait_for(self._put(0), WITHDRAW_TIMEOUT_S)
+        except TimeoutError:
+            log.info("withdrawing the record took too long; it expires within %d s", self.ttl_s)
+        self._announcement = None
+
+    async def _put(self, ttl_s: int) -> int:
+        async with self._publishing:
+            said = self._announcement
+            if said is None:
+                return 0
+            shard = shard_of(self.identity.node_id)
+            stored = await asyncio.gather(*(self._put_under(keys[shard], said, ttl_s) for keys in self._keys))
+            self._stored_on = max(stored)
+            self._published_at = asyncio.get_running_loop().time()
+            return self._stored_on
+
+    async def _put_under(self, key: bytes, said: Announcement, ttl_s: int) -> int:
+        if ttl_s:
+            self._store_own(key, said, ttl_s)  # before the network, so that this node alone is a directory of one
+        near = self.protocol.contacts()
+        if ttl_s or len(near) > K:
+            near = []
+            try:
+                async with asyncio.timeout(PUBLISH_TIMEOUT_S):
+                    near = await crawl(self.protocol, key, lambda value: self._take(key, value))
+            except TimeoutError:
+                log.info("looking for holders of the record took over %.0f s", PUBLISH_TIMEOUT_S)
+        signed = self._store_own(key, said, ttl_s)  # again: the crawl may have met this node's own, higher seq
+        value = encode_value([Relayed(signed, ttl_s)])
+        replies = await asyncio.gather(*(self.protocol.call_store(n, key, value) for n in near))
+        return sum(1 for ok, held in replies if ok and held is True)
+
+    def _store_own(self, key: bytes, said: Announcement, ttl_s: int) -> SignedRecord:
+        self._seq = max(self._seq + 1, self._wall_ms())
+        self._cache.seq = self._seq
+        record = Record(
+            self._seq,
+            ttl_s,
+            said.addresses,
+            said.outer_step,
+            said.inner_step,
+            said.outer_digest,
+            said.snapshot_bytes,
+        )
+        signed = SignedRecord.sign(record, key, self.identity)
+        self._storage.book.merge(key, Relayed(signed, ttl_s), time.monotonic())
+        return signed
+
+    # ------------------------------------------------------------ finding
+
+    async def lookup(self) -> AsyncGenerator[Relayed, None]:
+        """Records of other members of the run: those known here at once, then the others as answers arrive.
+
+        A signer may come twice, the second time with a higher seq. Ends when all nodes have answered or timed out;
+        close it sooner (`aclosing`) when it has served its purpose.
+        """
+        seen: dict[NodeId, int] = {}
+        arrived: asyncio.Queue[Relayed | None] = asyncio.Queue()
+
+        async def one(key: bytes) -> None:
+            await crawl(self.protocol, key, lambda value: self._take(key, value, arrived.put_nowait))
+
+        async def every() -> None:
+            await asyncio.gather(*(one(key) for keys in self._keys for key in keys))
+
+        for relayed in self.known():
+            arrived.put_nowait(relayed)
+        crawling = asyncio.get_running_loop().create_task(every())
+        crawling.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            while (relayed_or_end := await arrived.get()) is not None:
+                signed = relayed_or_end.signed
+                if seen.get(signed.signer, -1) < signed.record.seq:
+                    seen[signed.signer] = signed.record.seq
+                    yield relayed_or_end
+            await crawling
+        finally:
+            crawling.cancel()
+
+    async def find(self, *, timeout_s: float = 3.0, enough: int | None = None) -> list[Relayed]:
+        """What `lookup` yields within `timeout_s`, or until `enough` members were found; one record for each."""
+        found: list[Relayed] = []
+        records = self.lookup()
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for relayed in records:
+                    found.append(relayed)
+                    if enough is not None and len({r.signed.signer for r in found}) >= enough:
+                        break
+        except TimeoutError:
+            pass  # what has arrived by then is the answer
+        finally:
+            await records.aclose()
+        return list(newest(found))
+
+    def known(self) -> list[Relayed]:
+        """The other members that this node holds records of, without asking anyone: the answer to `Peers`."""
+        return [r for r in self._held() if r.signed.signer != self.identity.node_id]
+
+    def known_with_own(self) -> list[Relayed]:
+        """The same with this node's own record, when it is announced."""
+        return self._held()
+
+    def add_records(self, records: Iterable[Relayed]) -> int:
+        """Take in records that a peer relayed over gRPC. Returns how many were new; invalid ones are left out."""
+        added = 0
+        for relayed in records:
+            for keys in self._keys:
+                try:
+                    key = keys[shard_of(relayed.signed.signer)]
+                    relayed.signed.check(key)
+                except RecordError:
+                    continue  # perhaps under the other swarm key
+                added += self._take_one(key, relayed)
+                break
+        return added
+
+    def add_seeds(self, addresses: Iterable[Address]) -> None:
+        """Addresses to try when few nodes are known, as learned over gRPC (one port number serves both)."""
+        for ip, port in addresses:
+            address = canonical(ip, port)
+            if address is not None and address not in self._learned:
+                self._learned[address] = None
+                if len(self._learned) > MAX_LEARNED:
+                    del self._learned[next(iter(self._learned))]
+                self._wake.set()
+
+    async def observed_ip(self) -> str | None:
+        """The IP address that at least two other nodes see this one at, or None."""
+        contacts = self.protocol.contacts()[:8]
+        replies = await asyncio.gather(*(self.protocol.request((n.ip, n.port), "stun") for n in contacts))
+        votes: Counter[str] = Counter()
+        for ok, seen in replies:
+            address = canonical(*seen) if ok and isinstance(seen, list) and len(seen) == 2 else None
+            if address is not None:
+                votes[address[0]] += 1
+        best = votes.most_common(1)
+        return best[0][0] if best and best[0][1] >= 2 else None
+
+    def contacts(self) -> list[tuple[NodeId, Address]]:
+        """The routing table."""
+        return [(NodeId(n.id.hex()), (n.ip, n.port)) for n in self.protocol.contacts()]
+
+    def status(self) -> dict[str, Any]:
+        """For people and programs: what the directory knows."""
+        return {
+            "address": f"{self.address[0]}:{self.address[1]}",
+            "contacts": len(self.protocol.contacts()),
+            "records": len(self._held()),
+            "seq": self._seq,
+            "stored_on": self._stored_on,
+            "datagrams_dropped": self._channel.dropped,
+            "hostile_messages": self.protocol.hostile,
+        }
+
+    def _held(self) -> list[Relayed]:
+        now = time.monotonic()
+        return list(newest([r for keys in self._keys for key in keys for r in self._storage.book.records(key, now)]))
+
+    def _take(self, key: bytes, value: bytes, then: Callable[[Relayed], None] | None = None) -> None:
+        """Merge a value from a peer; `then` gets the records of others that are alive."""
+        try:
+            records = decode_value(value)
+        except RecordError as e:
+            self.protocol.hostile += 1
+            log.debug("refused a value: %s", e)
+            return
+        for relayed in records:
+            self._take_one(key, relayed)
+        if then is not None:
+            for relayed in self._storage.book.records(key, time.monotonic()):
+                if relayed.signed.signer != self.identity.node_id:
+                    then(relayed)
+
+    def _take_one(self, key: bytes, relayed: Relayed) -> bool:
+        signed = relayed.signed
+        try:
+            if signed.signer == self.identity.node_id:
+                signed.check(key)
+                if signed.record.seq > self._seq:
+                    log.warning(
+                        "this node's record was met with a higher seq (a lost state directory?); going on from it"
+                    )
+                    self._seq = signed.record.seq
+                return False
+            before = len(self._storage.book)
+            self._storage.book.merge(key, relayed, time.monotonic())
+        except RecordError as e:
+            self.protocol.hostile += 1
+            log.debug("refused a record: %s", e)
+            return False
+        self.add_seeds(signed.record.addresses)
+        return len(self._storage.book) > before
+
+    # ------------------------------------------------------------ tasks
+
+    async def _bootstrap(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            few = len(self.protocol.contacts()) < MIN_CONTACTS
+            if few and await self._call_seeds():
+                pause = FIRST_PAUSE_S
+                await crawl(self.protocol, self.identity.kademlia_id)
+            if self._announcement is not None and self._stored_on < min(MIN_CONTACTS, len(self.protocol.contacts())):
+                await self._put(self.ttl_s)
+            self._wake.clear()
+            await _wait(self._wake, pause * random.uniform(0.8, 1.2))
+            pause = min(pause * 2, MAX_PAUSE_S if self.protocol.contacts() else MAX_PAUSE_ALONE_S)
+
+    async def _call_seeds(self) -> bool:
+        """Ping every address that is known and in no contact; whether the table has grown."""
+        before = {n.id for n in self.protocol.contacts()}
+        there = {(n.ip, n.port) for n in self.protocol.contacts()}
+        addresses = dict.fromkeys(await self._resolver.resolve(self._seeds))
+        addresses.update(dict.fromkeys(p.address for p in self._cache.peers()))
+        addresses.update(self._learned)
+        slots = asyncio.Semaphore(_PINGS_AT_ONCE)
+
+        async def call(address: Address) -> None:
+            async with slots:
+                await self.protocol.meet(address)
+
+        await asyncio.gather(*(call(a) for a in addresses if a not in there and not self._is_mine(a)))
+        return any(n.id not in before for n in self.protocol.contacts())
+
+    async def _refresh(self) -> None:
+        third = self.ttl_s / 3
+        while True:
+            due = self._published_at + third - asyncio.get_running_loop().time()
+            if self._announcement is None or due > 0:
+                await asyncio.sleep(min(third, max(due, third / 20)))
+                continue
+            await self._put(self.ttl_s)
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(KEEPALIVE_S * random.uniform(0.8, 1.2))
+            self._storage.book.sweep(time.monotonic())
+            now = asyncio.get_running_loop().time()
+            self.protocol.forget_strangers()
+            stale = [n for n in self.protocol.contacts() if now - self.protocol.last_heard.get(n.id, 0) > KEEPALIVE_S]
+            await asyncio.gather(*(self.protocol.call_ping(n) for n in stale[:_PINGS_AT_ONCE]))
+            if len(self.protocol.contacts()) < MIN_CONTACTS:
+                self._wake.set()
+
+    async def _save_cache(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_EVERY_S)
+            await self._write_cache()
+
+    async def _write_cache(self) -> None:
+        for node_id, address in self.contacts():
+            self._cache.note(node_id, address, self._wall_ms())
+        data = self._cache.render()
+        if data is not None:
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, self._cache.write, data)
+            except OSError as e:
+                log.warning("cannot write %s: %s; trying again in a minute", self._cache.path, e.strerror or e)
+
+    # ------------------------------------------------------------ own address
+
+    def _is_mine(self, address: Address) -> bool:
+        return address in (self.address, self._advertise)
+
+    def _may_be_mine(self, address: Address) -> bool:
+        """Whether a first contact addressed to `address` can have been meant for this node (see sealed.py)."""
+        if self._is_mine(address):
+            return True
+        if canonical(*self.address) is None:
+            return True  # bound to every address of the machine, and perhaps behind a port mapping
+        # Bound to one: on the loopback nobody translates addresses; elsewhere it may be a mapping not known here.
+        return not is_loopback(self.address[0]) and not is_loopback(address[0])
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        pass  # the pause is over
