@@ -39,6 +39,7 @@ _KINDS: dict[str, tuple[int, _Tops, Callable[[bytes], bool]]] = {
     "float8_e4m3fn": (1, _tops((0x7F, 0x7F)), lambda _: True),
     "float8_e5m2": (1, _tops((0x7D, 0x7F)), lambda _: True),
     "float8_e4m3fnuz": (1, re.compile(b"\\x80"), lambda _: True),
+    "float8_e8m0fnu": (1, re.compile(b"\\xff"), lambda _: True),
     "float8_e5m2fnuz": (1, re.compile(b"\\x80"), lambda _: True),
 }
 _KINDS["complex128"], _KINDS["complex64"], _KINDS["complex32"] = (
