@@ -1,16 +1,8 @@
 """`RunDirectory`: who takes part in a run, kept in a sealed DHT.
 
-One per daemon, in its event loop. It holds the socket, keeps the routing table filled, announces this node and finds
-the others. What it does by itself, from `start` to `stop`:
-
-- **bootstrap**, for ever: while it knows fewer than three nodes it calls everyone it has ever heard of (the addresses
-  given, resolved anew each time and off the loop; the peer cache; addresses in records and those passed to
-  `add_seeds`), with a pause that grows to 10 s, or 30 s once somebody is known;
-- **refresh**: a third of the time to live after the last announcement it signs and stores the record again, with a new
-  seq; sooner when hardly anybody held the last one;
-- **keep alive**: contacts not heard from for 30 s are pinged, so that the dead are gone before a lookup needs the
-  table;
-- **peer cache**: written every minute when it has changed, and at the end.
+One per daemon, in its event loop. It holds the socket, announces this node and finds the others; `Neighbours` keeps it
+connected. A third of the time to live after an announcement the record is signed and stored again, with a new seq;
+sooner, when the table has grown and hardly anybody holds the last one.
 
 The directory may be wrong or slow without harm: it need return only one live member, and nothing is restored because
 of what a record says. `lookup` therefore yields records as they arrive and never waits for the slowest node.
@@ -21,17 +13,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hotswarm.config import parse_address
 from hotswarm.errors import ConfigError, LocalFailure, LockedError
 from hotswarm.ids import NodeId, check_run
+from hotswarm.swarm.crawl import crawl
 from hotswarm.swarm.identity import NodeIdentity
-from hotswarm.swarm.kad import K, MergeStorage, SealedProtocol, SealedServer, crawl
+from hotswarm.swarm.kad import K, MergeStorage, SealedProtocol, SealedServer
+from hotswarm.swarm.neighbours import MIN_CONTACTS, Neighbours
 from hotswarm.swarm.peercache import PeerCache
 from hotswarm.swarm.records import (
     MAX_TTL_S,
@@ -46,22 +40,13 @@ from hotswarm.swarm.records import (
     newest,
     shard_of,
 )
-from hotswarm.swarm.resolve import Resolver, split_host_port
 from hotswarm.swarm.sealed import Address, SealedChannel, canonical
 from hotswarm.swarm.swarmkey import Membership, is_loopback
 
 log = logging.getLogger(__name__)
 
-MIN_CONTACTS = 3
-FIRST_PAUSE_S = 0.25
-MAX_PAUSE_ALONE_S = 10.0
-MAX_PAUSE_S = 30.0
-KEEPALIVE_S = 30.0
-SAVE_EVERY_S = 60.0
 PUBLISH_TIMEOUT_S = 8.0  # a crawl through dead nodes and one round of stores
-WITHDRAW_TIMEOUT_S = 1.0
-MAX_LEARNED = 256
-_PINGS_AT_ONCE = 64
+WITHDRAW_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +83,6 @@ class RunDirectory:
         self.run = check_run(run)
         self.ttl_s = ttl_s
         self.address: Address = ("", 0)
-        self._seeds = [split_host_port(s) for s in seeds]
         self._advertise = advertise
         self._cache = cache
         self._wall_ms = wall_ms
@@ -106,14 +90,20 @@ class RunDirectory:
         self._storage = MergeStorage(RecordBook(keep=identity.node_id))
         self._channel = SealedChannel(membership.udp_keys, identity.kademlia_id, self._may_be_mine)
         self._server = SealedServer(identity.kademlia_id, self._storage, self._channel)
-        self._resolver = Resolver()
-        self._learned: dict[Address, None] = {}
+        self._neighbours = Neighbours(
+            self._server,
+            [parse_address(s, "peers") for s in seeds],
+            cache,
+            mine=self._is_mine,
+            on_growth=self._on_growth,
+            wall_ms=wall_ms,
+        )
         self._announcement: Announcement | None = None
         self._seq = cache.seq
         self._stored_on = 0
         self._published_at = 0.0
         self._publishing = asyncio.Lock()
-        self._wake = asyncio.Event()
+        self._refresh_now = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------ life
@@ -135,7 +125,8 @@ class RunDirectory:
             raise LocalFailure(f"cannot listen on UDP {host}:{port}: {e.strerror or e}; check --listen") from e
         name = self._server.transport.get_extra_info("sockname")
         self.address = (str(name[0]), int(name[1]))
-        for work in (self._bootstrap(), self._refresh(), self._keep_alive(), self._save_cache()):
+        near = self._neighbours
+        for work in (near.bootstrap(), near.keep_alive(), near.save_regularly(), self._refresh()):
             self._tasks.append(asyncio.get_running_loop().create_task(work))
         return self.address[1]
 
@@ -149,7 +140,7 @@ class RunDirectory:
             await self.withdraw()
         self._server.stop()
         if tasks:
-            await self._write_cache()
+            await self._neighbours.save()
             await asyncio.sleep(0)  # lets the transport's close come through before the loop ends
 
     @property
@@ -163,7 +154,10 @@ class RunDirectory:
     async def publish(self, announcement: Announcement) -> int:
         """Announce this node from now on. Returns how many others hold the record; 0 when alone, which is no error."""
         self._announcement = announcement
-        return await self._put(self.ttl_s)
+        try:
+            return await self._put(self.ttl_s)
+        finally:
+            self._refresh_now.set()  # the refresh counts from here
 
     async def withdraw(self) -> None:
         """Take the announcement back everywhere, at best effort and within a second."""
@@ -289,13 +283,7 @@ class RunDirectory:
 
     def add_seeds(self, addresses: Iterable[Address]) -> None:
         """Addresses to try when few nodes are known, as learned over gRPC (one port number serves both)."""
-        for ip, port in addresses:
-            address = canonical(ip, port)
-            if address is not None and address not in self._learned:
-                self._learned[address] = None
-                if len(self._learned) > MAX_LEARNED:
-                    del self._learned[next(iter(self._learned))]
-                self._wake.set()
+        self._neighbours.learn(addresses)
 
     async def observed_ip(self) -> str | None:
         """The IP address that at least two other nodes see this one at, or None."""
@@ -366,71 +354,25 @@ class RunDirectory:
 
     # ------------------------------------------------------------ tasks
 
-    async def _bootstrap(self) -> None:
-        pause = FIRST_PAUSE_S
-        while True:
-            few = len(self.protocol.contacts()) < MIN_CONTACTS
-            if few and await self._call_seeds():
-                pause = FIRST_PAUSE_S
-                await crawl(self.protocol, self.identity.kademlia_id)
-            if self._announcement is not None and self._stored_on < min(MIN_CONTACTS, len(self.protocol.contacts())):
-                await self._put(self.ttl_s)
-            self._wake.clear()
-            await _wait(self._wake, pause * random.uniform(0.8, 1.2))
-            pause = min(pause * 2, MAX_PAUSE_S if self.protocol.contacts() else MAX_PAUSE_ALONE_S)
-
-    async def _call_seeds(self) -> bool:
-        """Ping every address that is known and in no contact; whether the table has grown."""
-        before = {n.id for n in self.protocol.contacts()}
-        there = {(n.ip, n.port) for n in self.protocol.contacts()}
-        addresses = dict.fromkeys(await self._resolver.resolve(self._seeds))
-        addresses.update(dict.fromkeys(p.address for p in self._cache.peers()))
-        addresses.update(self._learned)
-        slots = asyncio.Semaphore(_PINGS_AT_ONCE)
-
-        async def call(address: Address) -> None:
-            async with slots:
-                await self.protocol.meet(address)
-
-        await asyncio.gather(*(call(a) for a in addresses if a not in there and not self._is_mine(a)))
-        return any(n.id not in before for n in self.protocol.contacts())
-
     async def _refresh(self) -> None:
         third = self.ttl_s / 3
         while True:
+            self._refresh_now.clear()
             due = self._published_at + third - asyncio.get_running_loop().time()
-            if self._announcement is None or due > 0:
-                await asyncio.sleep(min(third, max(due, third / 20)))
-                continue
+            try:
+                async with asyncio.timeout(max(due, 0.0) if self._announcement else None):
+                    await self._refresh_now.wait()
+                if self._stored_on >= min(MIN_CONTACTS, len(self.protocol.contacts())):
+                    continue
+            except TimeoutError:
+                pass  # a third of the time to live has passed
+            self._storage.book.sweep(time.monotonic())
             await self._put(self.ttl_s)
 
-    async def _keep_alive(self) -> None:
-        while True:
-            await asyncio.sleep(KEEPALIVE_S * random.uniform(0.8, 1.2))
-            self._storage.book.sweep(time.monotonic())
-            now = asyncio.get_running_loop().time()
-            self.protocol.forget_strangers()
-            stale = [n for n in self.protocol.contacts() if now - self.protocol.last_heard.get(n.id, 0) > KEEPALIVE_S]
-            await asyncio.gather(*(self.protocol.call_ping(n) for n in stale[:_PINGS_AT_ONCE]))
-            if len(self.protocol.contacts()) < MIN_CONTACTS:
-                self._wake.set()
-
-    async def _save_cache(self) -> None:
-        while True:
-            await asyncio.sleep(SAVE_EVERY_S)
-            await self._write_cache()
-
-    async def _write_cache(self) -> None:
-        for node_id, address in self.contacts():
-            self._cache.note(node_id, address, self._wall_ms())
-        data = self._cache.render()
-        if data is not None:
-            try:
-                await asyncio.get_running_loop().run_in_executor(None, self._cache.write, data)
-            except OSError as e:
-                log.warning("cannot write %s: %s; trying again in a minute", self._cache.path, e.strerror or e)
-
     # ------------------------------------------------------------ own address
+
+    def _on_growth(self) -> None:
+        self._refresh_now.set()
 
     def _is_mine(self, address: Address) -> bool:
         return address in (self.address, self._advertise)
@@ -443,10 +385,3 @@ class RunDirectory:
             return True  # bound to every address of the machine, and perhaps behind a port mapping
         # Bound to one: on the loopback nobody translates addresses; elsewhere it may be a mapping not known here.
         return not is_loopback(self.address[0]) and not is_loopback(address[0])
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        pass  # the pause is over

@@ -4,7 +4,8 @@ The node id is the first 20 bytes of sha256 over the public key's SPKI DER encod
 bits are the Kademlia id and the certificate's common name, so a name can always be checked against the key that claims
 it. ECDSA P-256 and not Ed25519, because the TLS stack inside grpcio refuses Ed25519 certificates.
 
-Public keys travel as compressed points (33 bytes), signatures as r || s (64 bytes, big-endian).
+Public keys travel as compressed points (33 bytes), signatures as r || s (64 bytes, big-endian); `snapshot.signing`
+checks them.
 """
 
 from __future__ import annotations
@@ -14,29 +15,21 @@ import logging
 import os
 import secrets
 import stat
-from functools import lru_cache
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
 from hotswarm.errors import LocalFailure
 from hotswarm.ids import NodeId
+from hotswarm.snapshot.signing import SIGNATURE_BYTES
 
 log = logging.getLogger(__name__)
 
 KEY_FILE = "node.key"
-PUBLIC_KEY_BYTES = 33
-SIGNATURE_BYTES = 64
 _HALF = SIGNATURE_BYTES // 2
 _ECDSA = ec.ECDSA(hashes.SHA256())
-
-
-@lru_cache(maxsize=4096)  # decompressing a point takes a square root; the same few keys sign everything here
-def _public_key(compressed: bytes) -> ec.EllipticCurvePublicKey:
-    return ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), compressed)
 
 
 def node_id_of(public_key: ec.EllipticCurvePublicKey) -> NodeId:
@@ -45,28 +38,8 @@ def node_id_of(public_key: ec.EllipticCurvePublicKey) -> NodeId:
     return NodeId(hashlib.sha256(der).hexdigest()[:40])
 
 
-@lru_cache(maxsize=4096)
-def node_id_of_point(compressed: bytes) -> NodeId:
-    """The node id that belongs to a compressed point (33 bytes). ValueError when it is not a point of P-256."""
-    if len(compressed) != PUBLIC_KEY_BYTES:
-        raise ValueError(f"a compressed P-256 point has {PUBLIC_KEY_BYTES} bytes, not {len(compressed)}")
-    return node_id_of(_public_key(compressed))
-
-
-def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether `signature` (r || s) over `data` is by the key at this compressed point. Never raises on bad input."""
-    if len(public_key) != PUBLIC_KEY_BYTES or len(signature) != SIGNATURE_BYTES:
-        return False
-    r, s = int.from_bytes(signature[:_HALF], "big"), int.from_bytes(signature[_HALF:], "big")
-    try:
-        _public_key(bytes(public_key)).verify(encode_dss_signature(r, s), data, _ECDSA)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
-
-
 class NodeIdentity:
-    """The private key of this node and what follows from it. Implements `store.base.Signer`."""
+    """The private key of this node and what follows from it. Implements `snapshot.signing.Signer`."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey) -> None:
         if not isinstance(key.curve, ec.SECP256R1):
@@ -139,9 +112,9 @@ class NodeIdentity:
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
 
-    def sign(self, data: bytes) -> bytes:
-        """ECDSA-SHA256 over `data`: 64 bytes, r || s."""
-        r, s = decode_dss_signature(self._key.sign(data, _ECDSA))
+    def sign(self, message: bytes) -> bytes:
+        """ECDSA-SHA256 over `message`: 64 bytes, r || s."""
+        r, s = decode_dss_signature(self._key.sign(message, _ECDSA))
         return r.to_bytes(_HALF, "big") + s.to_bytes(_HALF, "big")
 
     def __repr__(self) -> str:

@@ -9,8 +9,7 @@ Replaced, with the reason:
   failed is left alone for a while, so that 16 parallel lookups do not each wait for the same dead node;
 - arguments and replies are checked for type and size before they are used; anything else counts as no answer;
 - a known node that turns up at another address is believed once it has answered a ping there;
-- the lookup (`crawl`) asks all of the nearest nodes, never waits for the slowest before it goes on, and hands over
-  every value, where the package stops at the first and takes the most frequent;
+- the lookup is `crawl.crawl`;
 - storage merges (`MergeStorage`), is never pushed to new nodes and never republished by holders.
 """
 
@@ -29,14 +28,12 @@ from kademlia.node import Node
 from kademlia.protocol import KademliaProtocol
 from kademlia.storage import IStorage
 
-from hotswarm.swarm.records import DHT_KEY_BYTES, MAX_VALUE_BYTES, Outcome, RecordBook, RecordError, decode_value
+from hotswarm.swarm.records import MAX_VALUE_BYTES, Outcome, RecordBook, RecordError, decode_value
 from hotswarm.swarm.sealed import OVERHEAD, Address, SealedChannel, canonical
 
 log = logging.getLogger(__name__)
 
 K = 16  # nodes per answer and holders per key; 20 addresses of IPv6 would not fit into one datagram
-ALPHA = 8  # calls in flight in one crawl; most of a small swarm at once, so that dead nodes cost nothing
-MAX_ASKED = 64  # nodes that one crawl asks, however many closer ones a liar invents
 RPC_TIMEOUT_S = 1.0
 RPC_TRIES = 2
 SHUN_S = 10.0  # an address that failed twice is not asked again for this long, unless it is heard from
@@ -44,10 +41,11 @@ MAX_SHUNNED = 1_024
 MAX_PACKET = 1_200  # with IP and UDP headers still under the 1,280 that every IPv6 link carries
 MAX_MESSAGE = MAX_PACKET - OVERHEAD
 
-_ID = 20
+ID_BYTES = 20
 _REQUEST, _RESPONSE = b"\0", b"\1"
 _BAD_MSGPACK = (umsgpack.UnpackException, RecursionError, ValueError, TypeError, OverflowError, MemoryError)
-_ARGUMENTS: dict[str, tuple[int, ...]] = {"ping": (_ID,), "stun": (), "find_node": (_ID, _ID), "find_value": (_ID, _ID)}
+_ARGUMENTS: dict[str, int] = {"ping": 1, "stun": 0, "find_node": 2, "find_value": 2}
+"""How many ids each remote procedure takes; `store` takes two and a value."""
 
 Reply = tuple[bool, Any]
 """(whether it answered, what); the package's convention."""
@@ -110,10 +108,9 @@ class SealedProtocol(KademliaProtocol):  # type: ignore[misc]  # the package is 
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
-        self._socket = cast(asyncio.DatagramTransport, transport)  # asyncio's own class does not derive from it
+        self._socket = cast("asyncio.DatagramTransport", transport)  # asyncio's own class does not derive from it
         self.transport = transport
-        local = canonical_or_any(transport.get_extra_info("sockname"))
-        self._family = 6 if ":" in local[0] else 4
+        self._family = 6 if ":" in transport.get_extra_info("sockname")[0] else 4
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
@@ -166,7 +163,7 @@ class SealedProtocol(KademliaProtocol):  # type: ignore[misc]  # the package is 
     # ------------------------------------------------------------ answering
 
     def _message(self, message: bytes, sender: Address, sender_id: bytes) -> None:
-        msg_id, body = message[1 : 1 + _ID], message[1 + _ID :]
+        msg_id, body = message[1 : 1 + ID_BYTES], message[1 + ID_BYTES :]
         try:
             data = umsgpack.unpackb(body)
         except _BAD_MSGPACK:
@@ -193,11 +190,11 @@ class SealedProtocol(KademliaProtocol):  # type: ignore[misc]  # the package is 
             if len(args) != 3 or not isinstance(args[2], bytes) or len(args[2]) > MAX_VALUE_BYTES:
                 return False
             ids = args[:2]
-        elif name in _ARGUMENTS and len(args) == len(_ARGUMENTS[name]):
+        elif name in _ARGUMENTS and len(args) == _ARGUMENTS[name]:
             ids = args
         else:
             return False
-        if not all(isinstance(i, bytes) and len(i) == _ID for i in ids):
+        if not all(isinstance(i, bytes) and len(i) == ID_BYTES for i in ids):
             return False
         if ids and ids[0] != sender_id:  # one run of a process is one node
             return False
@@ -223,7 +220,7 @@ class SealedProtocol(KademliaProtocol):  # type: ignore[misc]  # the package is 
 
     def welcome_if_new(self, node: Node) -> None:
         """Add a node to the table; move a known one only after it has answered at the new address."""
-        if len(node.id) != _ID or node.id == self.source_node.id:
+        if len(node.id) != ID_BYTES or node.id == self.source_node.id:
             return
         known = self.contact(node.id)
         if known is None:
@@ -261,7 +258,7 @@ class SealedProtocol(KademliaProtocol):  # type: ignore[misc]  # the package is 
         return False, None
 
     async def _call(self, address: Address, name: str, args: Sequence[object]) -> Reply:
-        msg_id = os.urandom(_ID)
+        msg_id = os.urandom(ID_BYTES)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[msg_id] = (future, address)
         try:
@@ -339,10 +336,10 @@ class SealedProtocol(KademliaProtocol):  # type: ignore[misc]  # the package is 
 
 
 class SealedServer(Server):  # type: ignore[misc]  # the package is untyped
-    """The package's server with our protocol; refreshing the table is `RunDirectory`'s task."""
+    """The package's server with our protocol; keeping the table filled is the task of `Neighbours`."""
 
     def __init__(self, node_id: bytes, storage: MergeStorage, channel: SealedChannel) -> None:
-        super().__init__(ksize=K, alpha=ALPHA, node_id=node_id, storage=storage)
+        super().__init__(ksize=K, node_id=node_id, storage=storage)
         self._channel = channel
 
     def _create_protocol(self) -> SealedProtocol:
@@ -356,71 +353,3 @@ class SealedServer(Server):  # type: ignore[misc]  # the package is untyped
         super().stop()
         if self.protocol is not None:
             self.protocol.close()
-
-
-def parse_nodes(protocol: SealedProtocol, nodes: object) -> list[Node] | None:
-    """The usable nodes of a peer's list, or None when no honest node sends that."""
-    if not isinstance(nodes, list) or len(nodes) > K:
-        return None
-    out = []
-    for entry in nodes:
-        if not isinstance(entry, list) or len(entry) != 3 or not isinstance(entry[0], bytes) or len(entry[0]) != _ID:
-            return None
-        address = protocol.usable(entry[1], entry[2])
-        if address is not None and entry[0] != protocol.source_node.id:
-            out.append(Node(entry[0], *address))
-    return out
-
-
-async def crawl(protocol: SealedProtocol, target: bytes, on_value: Callable[[bytes], None] | None = None) -> list[Node]:
-    """The nodes nearest to `target` that answer, nearest first, at most K; with `on_value`, each value met on the way.
-
-    Kademlia's iterative lookup (Maymounkov and Mazieres 2002, section 2.3), except that it goes on as answers arrive
-    and that it asks all K nearest. Ends within MAX_ASKED / ALPHA times a call's two timeouts, whatever peers reply.
-    """
-    goal = Node(target)
-    assert len(target) == DHT_KEY_BYTES
-    known: dict[bytes, Node] = {n.id: n for n in protocol.router.find_neighbors(goal, k=K)}
-    asked: set[bytes] = set()
-    answered: set[bytes] = set()
-    failed: set[bytes] = set()
-    running: dict[asyncio.Task[Reply], Node] = {}
-    call = protocol.call_find_node if on_value is None else protocol.call_find_value
-
-    def take(node: Node, reply: Reply) -> None:
-        ok, data = reply
-        value = None
-        if isinstance(data, dict):
-            value, data = data.get("value"), data.get("nodes", [])
-            ok = ok and isinstance(value, bytes) and len(value) <= MAX_VALUE_BYTES
-        nodes = parse_nodes(protocol, data) if ok else None
-        if nodes is None:
-            protocol.hostile += reply[0]
-            failed.add(node.id)
-            return
-        answered.add(node.id)
-        for n in nodes:
-            known.setdefault(n.id, n)
-        if value is not None and on_value is not None:
-            on_value(value)
-
-    try:
-        while True:
-            live = sorted((n for n in known.values() if n.id not in failed), key=goal.distance_to)[:K]
-            for node in live:
-                if node.id not in asked and len(running) < ALPHA and len(asked) < MAX_ASKED:
-                    asked.add(node.id)
-                    running[asyncio.get_running_loop().create_task(call(node, goal))] = node
-            if not running:
-                return [n for n in live if n.id in answered]
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                take(running.pop(task), task.result())
-    finally:
-        for task in running:
-            task.cancel()
-
-
-def canonical_or_any(sockname: Any) -> Address:
-    """A socket's own name; unlike `canonical`, the wildcard is a name too."""
-    return str(sockname[0]), int(sockname[1])

@@ -39,13 +39,8 @@ from enum import Enum
 from functools import cached_property, lru_cache
 
 from hotswarm.ids import NodeId
-from hotswarm.swarm.identity import (
-    PUBLIC_KEY_BYTES,
-    SIGNATURE_BYTES,
-    NodeIdentity,
-    node_id_of_point,
-    verify,
-)
+from hotswarm.snapshot.signing import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, node_id_of, signature_is_good
+from hotswarm.swarm.identity import NodeIdentity
 from hotswarm.swarm.swarmkey import run_tag
 
 VERSION = 1
@@ -154,7 +149,7 @@ class SignedRecord:
     def signer(self) -> NodeId:
         """The id of the node that signed it (once checked)."""
         try:
-            return node_id_of_point(self.public_key)
+            return _node_id_of(self.public_key)
         except ValueError as e:
             raise RecordError(f"the public key is none: {e}") from e
 
@@ -164,9 +159,12 @@ class SignedRecord:
         return _ENTRY.size + len(self.body)
 
 
+_node_id_of = lru_cache(maxsize=4096)(node_id_of)  # decompressing a point takes a square root
+
+
 @lru_cache(maxsize=4096)  # a lookup meets each record once per holder
 def _signed_by(public_key: bytes, signature: bytes, dht_key: bytes, body: bytes) -> bool:
-    return verify(public_key, signature, _DOMAIN + dht_key + body)
+    return signature_is_good(public_key, _DOMAIN + dht_key + body, signature)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from hotswarm.errors import ConfigError
 from hotswarm.swarm.sealed import Address, canonical
 
 log = logging.getLogger(__name__)
@@ -21,19 +20,6 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 5.0
 
 _Found = list[Address]
-
-
-def split_host_port(text: str, field: str = "peers") -> tuple[str, int]:
-    """`host:port` or `[v6]:port`. ConfigError says which part is wrong."""
-    host, colon, port = text.strip().rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if bracketed:
-        host = host[1:-1]
-    if not colon or not host or any(c.isspace() or c in "/,@[]" for c in host) or (":" in host and not bracketed):
-        raise ConfigError(f"{text!r} is not host:port (an IPv6 address needs brackets); correct it", field)
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{text!r} has no port between 1 and 65535; correct it", field)
-    return host, int(port)
 
 
 class Resolver:
