@@ -3,7 +3,7 @@
     with SwarmNode(NodeConfig(peers=("10.0.0.5:7411",), swarm_key="swarm.key")) as node:
         print(node.status()["listen"], node.peers())
 
-The child is a process of its own, so the caller's GIL, forks and event loop stay untouched. When the caller dies without
+The child is a process of its own: the caller's GIL, forks and event loop stay untouched. When the caller dies without
 `stop()`, the child ends `linger_seconds` later.
 """
 

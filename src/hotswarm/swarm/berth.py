@@ -36,7 +36,7 @@ MAX_SLOT_BYTES = 1 << 46  # an offset must stay an offset
 MAX_TABLE_BYTES = 1 << 30
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Trainer:
     """An attached trainer. `pidfd` is None where its process is not visible."""
 
@@ -82,6 +82,7 @@ class Berth:
         self._on_change = on_change
         self._attaching = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
+        self._watched: set[Trainer] = set()  # processes not dead yet: the trainer, or one that has hung up
         self.trainer: Trainer | None = None
         self.arena: Arena | None = None
         self._last_linger: float | None = None
@@ -101,7 +102,9 @@ class Berth:
                     "Give each trainer a state directory of its own"
                 )
             if self.trainer is not None:
-                self._left(self.trainer)
+                self._vacate(self.trainer, dead=self.trainer.dead())
+            for former in list(self._watched):
+                self._unwatch(former)
             await self._finish_leaving()
             arena, reused = await self._arena_for(slot_bytes, table_bytes, slots, fds)
             if connection.hung_up():
@@ -133,9 +136,10 @@ class Berth:
         self.trainer, self.used = trainer, True
         wanted = request.get("retention")
         self._store.retention = _retention(wanted, self._retention) if isinstance(wanted, dict) else self._retention
-        connection.on_close.append(lambda: self._left(trainer))
+        connection.on_close.append(lambda: self._hung_up(trainer))
         if trainer.pidfd is not None:
-            asyncio.get_running_loop().add_reader(trainer.pidfd, self._left, trainer)
+            self._watched.add(trainer)
+            asyncio.get_running_loop().add_reader(trainer.pidfd, self._died, trainer)
         log.info("trainer attached: process %d, label %r", pid, trainer.label)
 
     async def _arena_for(self, slot_bytes: int, table_bytes: int, slots: int, fds: list[int]) -> tuple[Arena, bool]:
@@ -161,23 +165,37 @@ class Berth:
         if old is not None and old is not arena:
             old.close()
 
-    def _left(self, trainer: Trainer) -> None:
-        if self.trainer is not trainer:
-            return
+    def _hung_up(self, trainer: Trainer) -> None:
+        """Its connection ended. A killed process closes its files before its pidfd tells, so that watch goes on."""
+        if self.trainer is trainer:
+            log.info("trainer left: process %d", trainer.pid)
+            self._vacate(trainer, dead=trainer.pidfd is None)
+
+    def _died(self, trainer: Trainer) -> None:
+        """Its process ended: nothing of it writes any more."""
+        self._unwatch(trainer)
+        if self.trainer in {trainer, None}:
+            log.info("the trainer's process %d ended", trainer.pid)
+            self._vacate(trainer, dead=True)
+
+    def _vacate(self, trainer: Trainer, *, dead: bool) -> None:
         self.trainer = None
-        dead = trainer.dead()
-        if trainer.pidfd is not None:
-            asyncio.get_running_loop().remove_reader(trainer.pidfd)
-            os.close(trainer.pidfd)
         trainer.connection.close()
-        torn = self.arena.drop_unfinished() if dead and self.arena is not None else 0
-        log.info("trainer left: process %d%s", trainer.pid, ", in the middle of a capture" if torn else "")
+        if dead and self.arena is not None and self.arena.drop_unfinished():
+            log.info("it was in the middle of a capture, which is dropped")
         task = asyncio.get_running_loop().create_task(self._after(trainer, dead=dead))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
+    def _unwatch(self, trainer: Trainer) -> None:
+        self._watched.discard(trainer)
+        if trainer.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(trainer.pidfd)
+            os.close(trainer.pidfd)
+            trainer.pidfd = None
+
     async def _after(self, trainer: Trainer, *, dead: bool) -> None:
-        await self._persister.settle(retry=dead)
+        await self._persister.settle(retry=dead and self.trainer is None)
         if self.trainer is None:
             self._last_linger = trainer.linger_seconds
             self._on_change()
@@ -225,7 +243,9 @@ class Berth:
     async def close(self) -> None:
         """Persist what is there, hang up on the trainer (it trains on and may give the arena back later)."""
         if self.trainer is not None:
-            self._left(self.trainer)
+            self._vacate(self.trainer, dead=False)
+        for former in list(self._watched):
+            self._unwatch(former)
         await self._finish_leaving()
 
 

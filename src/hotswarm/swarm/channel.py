@@ -7,7 +7,7 @@ manifest) travels as a descriptor of its own.
     trainer → daemon   {"op": "attach", "slot_bytes", "table_bytes", "slots", "label", "rank", "retention"} [arena]
     daemon  → trainer  {"ok": true, "slots", "next_seq", "reused", "run", "node_id"} [arena]
     trainer → daemon   {"op": "ready", "slot", "seq"}                     a hint; no answer
-    any     → daemon   {"op": "open", "snapshot_id"}
+    any     → daemon   {"op": "open", "snapshot_id", "from_arena"}
     daemon  → any      {"ok": true, "packs": [name, …]} [manifest, pack, …]
     daemon  → trainer  {"ok": true, "slot": index} [manifest, arena]      when its own arena still holds it
     daemon  → any      {"error": {…}}                                     see `error_to_json`

@@ -220,14 +220,17 @@ class ControlClient:
             raise ControlError("the daemon attached this trainer without an arena; is it of another version?")
         return Session(self, sock, fds[0], answer)
 
-    def open_snapshot(self, snapshot_id: str) -> SnapshotSource:
+    def open_snapshot(self, snapshot_id: str, *, from_arena: bool = False) -> SnapshotSource:
         """Open a snapshot through descriptors, so the caller needs no access to the state directory.
 
         Its bytes stay readable until it is closed, whatever the daemon deletes. Raises NoSnapshot.
+        `from_arena`: the attached trainer reads what its arena still holds from there; those bytes are readable until
+        it captures again (StoreError from then on).
         """
         from hotswarm.swarm.opened import open_received
 
-        sock, answer, fds = self._exchange({"op": "open", "snapshot_id": snapshot_id}, [], self.timeout_s)
+        request = {"op": "open", "snapshot_id": snapshot_id, "from_arena": from_arena}
+        sock, answer, fds = self._exchange(request, [], self.timeout_s)
         sock.close()
         return open_received(answer, fds)
 

@@ -250,19 +250,19 @@ class Node:
                 raise ControlError("the daemon is stopping; attach to the next one")
             await self._berth.attach(connection, message, fds)
         elif operation == "open":
-            await self._open(connection, str(message.get("snapshot_id", "")))
+            from_arena = message.get("from_arena") is True
+            await self._open(connection, str(message.get("snapshot_id", "")), from_arena=from_arena)
         else:
             raise ControlError(f"unknown operation {operation!r}; is the client of another version?")
 
-    async def _open(self, connection: Connection, snapshot_id: str) -> None:
-        source = await asyncio.to_thread(self._store.open, self._known(snapshot_id))
-        trainer, arena = self._berth.trainer, self._berth.arena
-        slot = self._persister.held(snapshot_id)
-        if slot is not None and arena is not None and trainer is not None and trainer.pid == connection.pid:
-            send_slot(connection, arena, slot, source.signed)  # nobody else writes while its trainer reads
-            source.close()
+    async def _open(self, connection: Connection, snapshot_id: str, *, from_arena: bool) -> None:
+        known = self._known(snapshot_id)
+        slot, arena, trainer = self._persister.held(known), self._berth.arena, self._berth.trainer
+        mine = trainer is not None and trainer.pid == connection.pid  # another reader could be overtaken by its writes
+        if from_arena and mine and slot is not None and arena is not None:
+            send_slot(connection, arena, slot, self._store.signed(known))
         else:
-            send_files(connection, source)
+            send_files(connection, await asyncio.to_thread(self._store.open, known))
 
     def _known(self, snapshot_id: str) -> SnapshotId:
         if not is_snapshot_id(snapshot_id):

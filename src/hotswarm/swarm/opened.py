@@ -14,6 +14,7 @@ from hotswarm.snapshot.manifest import SignedManifest
 from hotswarm.store.arena import Arena
 from hotswarm.store.base import SnapshotSource
 from hotswarm.store.placement import MAX_STORED_BYTES
+from hotswarm.store.slotsource import SlotSource
 from hotswarm.store.source import FileSource
 from hotswarm.swarm import channel
 from hotswarm.swarm.channel import Json
@@ -30,12 +31,14 @@ def open_received(answer: Json, fds: list[int]) -> SnapshotSource:
         manifest = os.pread(fds[0], MAX_STORED_BYTES + 1, 0)
         os.close(fds.pop(0))
         if "slot" in answer and len(fds) == 1:
-            from hotswarm.store.arena import SlotSource
-
             signed = SignedManifest.parse(manifest)
             arena = Arena.from_fd(fds[0])
             fds.clear()
-            return SlotSource(arena.slots[int(answer["slot"])], signed)
+            try:
+                return SlotSource(arena, arena.slots[int(answer["slot"])], signed, owns_arena=True)
+            except BaseException:
+                arena.close()
+                raise
         names = answer.get("packs")
         if not isinstance(names, list) or len(names) != len(fds):
             raise ControlError("the daemon opened a snapshot in a way that this version does not know")

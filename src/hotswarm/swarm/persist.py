@@ -101,7 +101,8 @@ class Persister:
             return None
         for index, (seq, info) in self._held.items():
             slot = self._arena.slots[index]
-            if info.snapshot_id == snapshot_id and slot.state is SlotState.HELD and slot.seq == seq:
+            same = info.snapshot_id == snapshot_id and info.seq == seq == slot.seq
+            if same and slot.state is SlotState.HELD:
                 return slot
         return None
 
