@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -88,6 +88,35 @@ class _NamedOuter:
         self.state = TorchOuterState(optimizer, lambda: names)
 
 
+class _StepLock:
+    """Held by the trainer's thread through `inner.step()`, outer step included; re-entrant.
+
+    During a heal the trainer's thread waits, lock held, for the Manager's: `stand_in` lets that one in meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.stand_in: int | None = None
+
+    def stands_in(self) -> bool:
+        """Whether this thread acts for the trainer's."""
+        return self.stand_in == threading.get_ident()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        return self.stands_in() or self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        if not self.stands_in():
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class TorchftAdapter:
     """The engine adapter for torchft's DiLoCo, one fragment or several.
 
@@ -112,9 +141,8 @@ class TorchftAdapter:
         self._originals()  # finds a parameter that has no name now, not at the first snapshot
         optimizers = {id(fragment._outer_optimizer): fragment._outer_optimizer for fragment in diloco._fragments}
         self._outer = [_NamedOuter(optimizer, self._names) for optimizer in optimizers.values()]
-        self._lock = threading.RLock()
+        self._lock = _StepLock()
         self._stepping = False  # the trainer's thread is inside inner.step() and holds the lock
-        self._heal_thread: int | None = None
         self._training_step = 0
         self._outer_seen = manager.current_step()
         self._listeners: list[Callable[[], object]] = []
@@ -147,7 +175,7 @@ class TorchftAdapter:
 
     def in_outer_step(self) -> bool:
         """Whether an all-reduce is in flight or the outer update is under way, so that nothing may be captured."""
-        if self._heal_thread == threading.get_ident():
+        if self._lock.stands_in():
             return False  # quorum time: before the all-reduce, and the trainer's thread waits
         if any(fragment._allreduce_work for fragment in self._diloco._fragments):
             return True
@@ -173,14 +201,9 @@ class TorchftAdapter:
         """What the Manager counts beside its step."""
         return {"batches_committed": self._manager.batches_committed()}
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> _StepLock:
         """Held: the trainer's thread is between two inner steps, or waits inside a heal."""
-        if self._heal_thread == threading.get_ident():
-            yield
-            return
-        with self._lock:
-            yield
+        return self._lock
 
     def on_outer_step(self, callback: Callable[[], object]) -> None:
         """Calls `callback` on the trainer's thread after each committed outer step, originals refreshed."""
@@ -232,7 +255,7 @@ class TorchftAdapter:
         self._manager.load_state_dict({"step": counters.outer_step, "batches_committed": batches})
         self._outer_seen = counters.outer_step
         self._training_step = counters.training_step
-        if self._heal_thread is None:
+        if self._lock.stand_in is None:
             last = self.round_length - int(self._diloco._fragment_sync_delay) - 1
             self._diloco._local_step = max(0, min(counters.inner_step, last))
 
@@ -284,11 +307,11 @@ class TorchftAdapter:
     @contextmanager
     def _healing(self) -> Iterator[None]:
         """This thread stands in for the trainer's, which waits for it."""
-        self._heal_thread = threading.get_ident()
+        self._lock.stand_in = threading.get_ident()
         try:
             yield
         finally:
-            self._heal_thread = None
+            self._lock.stand_in = None
 
 
 class SwarmCheckpointTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft publishes no types
