@@ -125,6 +125,13 @@ def test_a_cycle_is_refused_not_followed_for_ever():
         flatten(cycle, nothing)
 
 
+def test_a_path_that_a_reader_would_refuse_is_refused_at_capture():
+    for extra in (-1, 0):
+        flatten({"x" * (MAX_PATH_BYTES - 4 + extra): 1}, nothing)
+    with pytest.raises(CaptureError, match="more than"):
+        flatten({"x" * (MAX_PATH_BYTES - 3): 1}, nothing)
+
+
 def test_a_tied_tensor_is_carried_once_and_is_one_object_again():
     tied = np.ones(3, dtype=np.float32)
     made, stream = section("inner", {"model": {"emb": tied, "head": tied}})

@@ -89,18 +89,25 @@ def draft(outer_step=0, training_step=0, *, run="default", kind="hot", seq=0, **
     return manifest, {name: item[1] for name, item in made.items()}
 
 
+def ramp(fill, size):
+    """Values between `fill` and `fill` + 1, all different."""
+    return np.float32(fill) + np.arange(size, dtype=np.float32) / np.float32(size + 1)
+
+
 def state(fill, size=3000, outer=None):
-    """Section trees whose every tensor holds `fill`, the outer ones `outer`."""
-    full = np.full(size, fill, dtype=np.float32)
+    """Section trees whose every tensor follows from `fill`, the outer ones from `outer`; parameters equal by value."""
     trees = {
-        "inner": {"model": {"w": full, "b": full[:7]}, "exp_avg": {"w": full.copy()}, "step": fill},
+        "inner": {
+            "model": {"w": ramp(fill, size), "b": ramp(fill, 7)},
+            "exp_avg": {"w": -ramp(fill, size)},
+            "step": fill,
+        },
         "private": {"rng": np.full(16, fill % 256, dtype=np.uint8)},
     }
     if outer is not None:
-        shared = np.full(size, outer, dtype=np.float32)
         trees["outer"] = {
-            "params": {"w": shared, "b": shared[:7]},
-            "momentum": {"w": shared.copy()},
+            "params": {"w": ramp(outer, size), "b": ramp(outer, 7)},
+            "momentum": {"w": ramp(outer, size) * 2},
             "outer_step": outer,
         }
     return trees

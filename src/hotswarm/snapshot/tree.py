@@ -222,6 +222,8 @@ def _longer(path: Path, key: Key) -> Path:
     longer = (*path, key)
     if len(longer) > MAX_DEPTH:
         raise CaptureError(f"{show_path(path[:4])}/… is nested deeper than {MAX_DEPTH}: is there a cycle in the state?")
+    if len(encode_path(longer)) > MAX_PATH_BYTES:
+        raise CaptureError(f"{show_path(longer)[:200]}… is a path of more than {MAX_PATH_BYTES} bytes")
     return longer
 
 

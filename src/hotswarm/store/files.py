@@ -231,7 +231,7 @@ class FileStore:
         self._must_write()
         with self._shared.writing:
             with self._reporting("writing a snapshot"), Undo(self._ops) as undo:
-                seq = max(draft.seq, self._last_seq() + 1)
+                seq = self._shared.last_seq = max(draft.seq, self._last_seq() + 1)
                 sections, placements = write_sections(
                     draft.sections, streams, ops=self._ops, folders=self.folders, undo=undo, share=self._sharable(draft)
                 )

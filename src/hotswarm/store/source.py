@@ -151,6 +151,8 @@ class FileSource:
     def read_into(self, section: str, offset: int, out: memoryview) -> None:
         """Fill `out` from the packed stream, unverified; neighbouring chunks that lie together are one read."""
         entry = self.manifest.sections[section]
+        if not out.nbytes:
+            return  # a tensor without bytes lies nowhere
         view = out.cast("B")
         end = offset + view.nbytes
         if offset < 0 or end > entry.layout.stream_bytes:
