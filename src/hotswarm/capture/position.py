@@ -235,6 +235,8 @@ class Position:
 
     def _made(self, kept_workers: bool, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if not kept_workers:
+            if self._has_workers():
+                self._loader._iterator = None  # noqa: SLF001  # workers of this process's past: start new ones
             return make()
         # In the uninterrupted run the workers were there already and no base seed was drawn: draw it elsewhere.
         own = self._loader.generator

@@ -71,6 +71,9 @@ class TrainingState:
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
+        inner = adapter.inner_optimizer if adapter is not None else None
+        if inner is not None and all(inner is not optimizer for optimizer in self.optimizers):
+            self.optimizers[:1] = [inner]  # the engine knows better which one trains
         self.scheduler = scheduler
         self.scaler = scaler
         self.position = position
