@@ -1,6 +1,6 @@
 """`RunDirectory`: who takes part in a run, kept in a sealed DHT.
 
-One per daemon, in its event loop. It holds the socket, announces this node and finds the others; `Neighbours` keeps it
+One per daemon, in its event loop. It holds the socket, announces this node and finds the others; `Bootstrap` keeps it
 connected. A third of the time to live after an announcement the record is signed and stored again, with a new seq;
 sooner, when the table has grown and hardly anybody holds the last one.
 
@@ -22,10 +22,10 @@ from typing import Any
 from hotswarm.config import parse_address
 from hotswarm.errors import ConfigError, LocalFailure, LockedError
 from hotswarm.ids import NodeId, check_run
+from hotswarm.swarm.bootstrap import MIN_CONTACTS, Bootstrap
 from hotswarm.swarm.crawl import crawl
 from hotswarm.swarm.identity import NodeIdentity
 from hotswarm.swarm.kad import K, MergeStorage, SealedProtocol, SealedServer
-from hotswarm.swarm.neighbours import MIN_CONTACTS, Neighbours
 from hotswarm.swarm.peercache import PeerCache
 from hotswarm.swarm.records import (
     MAX_TTL_S,
@@ -90,7 +90,7 @@ class RunDirectory:
         self._storage = MergeStorage(RecordBook(keep=identity.node_id))
         self._channel = SealedChannel(membership.udp_keys, identity.kademlia_id, self._may_be_mine)
         self._server = SealedServer(identity.kademlia_id, self._storage, self._channel)
-        self._neighbours = Neighbours(
+        self._bootstrap = Bootstrap(
             self._server,
             [parse_address(s, "peers") for s in seeds],
             cache,
@@ -125,7 +125,7 @@ class RunDirectory:
             raise LocalFailure(f"cannot listen on UDP {host}:{port}: {e.strerror or e}; check --listen") from e
         name = self._server.transport.get_extra_info("sockname")
         self.address = (str(name[0]), int(name[1]))
-        near = self._neighbours
+        near = self._bootstrap
         for work in (near.bootstrap(), near.keep_alive(), near.save_regularly(), self._refresh()):
             self._tasks.append(asyncio.get_running_loop().create_task(work))
         return self.address[1]
@@ -140,7 +140,7 @@ class RunDirectory:
             await self.withdraw()
         self._server.stop()
         if tasks:
-            await self._neighbours.save()
+            await self._bootstrap.save()
             await asyncio.sleep(0)  # lets the transport's close come through before the loop ends
 
     @property
@@ -283,7 +283,7 @@ class RunDirectory:
 
     def add_seeds(self, addresses: Iterable[Address]) -> None:
         """Addresses to try when few nodes are known, as learned over gRPC (one port number serves both)."""
-        self._neighbours.learn(addresses)
+        self._bootstrap.learn(addresses)
 
     async def observed_ip(self) -> str | None:
         """The IP address that at least two other nodes see this one at, or None."""

@@ -336,7 +336,7 @@ class SealedProtocol(KademliaProtocol):  # type: ignore[misc]  # the package is 
 
 
 class SealedServer(Server):  # type: ignore[misc]  # the package is untyped
-    """The package's server with our protocol; keeping the table filled is the task of `Neighbours`."""
+    """The package's server with our protocol; keeping the table filled is the task of `Bootstrap`."""
 
     def __init__(self, node_id: bytes, storage: MergeStorage, channel: SealedChannel) -> None:
         super().__init__(ksize=K, node_id=node_id, storage=storage)
