@@ -65,6 +65,10 @@ class Backend(Protocol):
         """Hand over a READY slot."""
         ...
 
+    def make_room(self) -> None:
+        """Hurry: somebody waits for a slot. May return before there is one."""
+        ...
+
     def snapshots(self) -> list[SnapshotInfo]:
         """What is there, oldest first."""
         ...
@@ -148,7 +152,13 @@ class LocalBackend:
             self._signer = self._signer_of()
         return self._signer
 
-    def _open_for_writing(self) -> None:
+    @property
+    def writing(self) -> bool:
+        """Whether this process holds the state directory's lock through this backend."""
+        return self._writable
+
+    def open_for_writing(self) -> None:
+        """Take the lock, now rather than at the first write. LockedError, StoreError."""
         with self._guard:
             if not self._writable:
                 self._store.open_for_writing()
@@ -158,7 +168,7 @@ class LocalBackend:
 
     def arena(self, slot_bytes: int, table_bytes: int) -> Arena:
         """See Backend. A state that grew gets a new arena, once the old one's slots are on disk."""
-        self._open_for_writing()
+        self.open_for_writing()
         arena = self._arena
         if arena is not None and arena.slot_bytes >= slot_bytes and arena.table_bytes >= table_bytes:
             return arena
@@ -170,7 +180,7 @@ class LocalBackend:
 
     def next_seq(self) -> int:
         """See Backend."""
-        self._open_for_writing()
+        self.open_for_writing()
         with self._guard:
             self._last_seq += 1
             return self._last_seq
@@ -181,6 +191,10 @@ class LocalBackend:
         with self._guard:
             self._tickets[seq] = ticket
         return ticket
+
+    def make_room(self) -> None:
+        """See Backend."""
+        self.persist_ready()
 
     def persist_ready(self, timeout_s: float = -1) -> None:
         """Write what is READY, oldest first, on this thread. Gives up after `timeout_s` when another one is at it."""
@@ -214,8 +228,6 @@ class LocalBackend:
 
     def snapshots(self) -> list[SnapshotInfo]:
         """See Backend."""
-        if not self._writable:
-            self._store.scan()  # another process may have written since
         return self._store.snapshots()
 
     def open(self, snapshot_id: str) -> SnapshotSource:
@@ -224,7 +236,7 @@ class LocalBackend:
 
     def quarantine(self, snapshot_id: str, reason: str) -> None:
         """See Backend."""
-        self._open_for_writing()
+        self.open_for_writing()
         self._store.quarantine(snapshot_id, reason)
 
     def recover(self, request: RecoverRequest, progress: Progress | None = None) -> RecoverOutcome:

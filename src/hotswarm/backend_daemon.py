@@ -60,7 +60,7 @@ class DaemonBackend:
         self._retention = retention
         self._linger_seconds = linger_seconds
         status = client.status()
-        self.node_id = str(status.get("node_id", ""))
+        self.node_id = str(status.get("node", ""))
         self.run = str(status.get("run", ""))
         self._session: Session | None = None
         self._arena: Arena | None = None
@@ -121,6 +121,9 @@ class DaemonBackend:
         if session is not None:
             session.ready(slot.index, seq)
         return _DaemonTicket(self, seq)
+
+    def make_room(self) -> None:
+        """See Backend. The daemon is at it already."""
 
     def snapshots(self) -> list[SnapshotInfo]:
         """See Backend."""

@@ -7,6 +7,7 @@ small file cannot fill the machine's memory.
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import tempfile
 import zipfile
@@ -50,6 +51,16 @@ def load_legacy(path: Path, *, max_bytes: int | None = None) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise StoreError(f"{path} holds a {type(loaded).__name__}, not a checkpoint; use another one")
     return loaded
+
+
+def pack_legacy(checkpoint: dict[str, Any], level: int) -> bytes:
+    """A checkpoint dict in the older class's file format. Parts that its loader has no use for are left out."""
+    import torch
+
+    kept = {key: value for key, value in checkpoint.items() if key not in {"rng", "dataloader"}}
+    buffer = io.BytesIO()
+    torch.save(kept, buffer)
+    return gzip.compress(buffer.getbuffer(), compresslevel=max(level, 1))
 
 
 def _opened(path: Path, limit: int) -> IO[bytes]:

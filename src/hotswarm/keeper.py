@@ -1,0 +1,60 @@
+"""The one background thread of a checkpointer: it looks after what must not cost the training thread anything."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+ROUND_S = 0.5  # between two rounds when nobody wakes it
+
+
+class Keeper:
+    """Calls `work()` now and then, and at once after `wake()`. `work` must not raise; what it raises is logged."""
+
+    def __init__(self, work: Callable[[], None], name: str = "hotswarm-keeper") -> None:
+        self._work = work
+        self._name = name
+        self._wake = threading.Event()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is there."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread; nothing happens when it runs already."""
+        if self.running:
+            return
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(self._ended,), name=self._name, daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Make the next round come now."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after the round it is in; whether it is gone."""
+        thread, self._thread = self._thread, None
+        self._ended.set()
+        self._wake.set()
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _run(self, ended: threading.Event) -> None:
+        while not ended.is_set():
+            self._wake.wait(ROUND_S)
+            self._wake.clear()
+            if ended.is_set():
+                return
+            try:
+                self._work()
+            except Exception:
+                log.exception("a background round of the checkpointer failed; the next one follows")

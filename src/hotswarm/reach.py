@@ -1,0 +1,233 @@
+"""Which backend serves a checkpointer right now, and answers about snapshots wherever they are.
+
+Before `start`, and after `stop`: a daemon that runs on the state directory is used, because it owns the files; else
+the local store, whose lock is taken with the first write only. `start` brings a daemon up where one is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from hotswarm.backend import Backend, LocalBackend
+from hotswarm.backend_daemon import DaemonBackend
+from hotswarm.capturing import Capturer
+from hotswarm.checkpoint_types import CheckpointConfig
+from hotswarm.errors import ConfigError, ControlError, HotswarmError, LockedError, StoreError
+from hotswarm.ids import is_snapshot_id
+from hotswarm.link import Link
+from hotswarm.snapshot.manifest import Manifest
+from hotswarm.store.base import SnapshotInfo, SnapshotSource
+from hotswarm.store.files import FileStore
+from hotswarm.store.placement import id_of_file
+from hotswarm.store.retention import Retention
+from hotswarm.store.source import open_manifest_file
+from hotswarm.swarm.control import ControlClient
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Reach:
+    """The way to the snapshots of one checkpointer."""
+
+    def __init__(self, link: Link, config: CheckpointConfig, label: str) -> None:
+        self._link = link
+        self._config = config
+        self._label = label
+        self._backend: Backend | None = None
+        self._guard = threading.RLock()
+        self._attached_at_boundary = False
+        self.complaint = ""
+        """Why no daemon serves although one is wanted; empty when all is well."""
+
+    # ------------------------------------------------------------ backends
+
+    def start(self, *, daemon: bool, more_peers: Sequence[str] = ()) -> Backend:
+        """The backend to train with. A daemon that cannot be had is a `complaint`, and the local store serves."""
+        with self._guard:
+            self.complaint = ""
+            self._attached_at_boundary = False
+            if isinstance(self._backend, LocalBackend):
+                self._close()  # the daemon needs the lock
+            if isinstance(self._backend, DaemonBackend):
+                return self._backend
+            try:
+                client = self._link.find_or_spawn(more_peers=more_peers) if daemon else self._link.find()
+                if client is not None:
+                    self._backend = self._daemon(client)
+                    return self._backend
+            except ConfigError:
+                raise
+            except HotswarmError as error:
+                self.complaint = f"no daemon serves this trainer: {error}; its snapshots stay on this machine"
+            self._backend = self._local()
+            return self._backend
+
+    def for_writing(self) -> Backend:
+        """The backend that takes a snapshot now."""
+        with self._guard:
+            backend = self.for_reading()
+            if isinstance(backend, LocalBackend) and not backend.writing:
+                try:
+                    backend.open_for_writing()
+                except LockedError:
+                    client = self._link.find()
+                    if client is None:
+                        raise
+                    self._close()
+                    self._backend = backend = self._daemon(client)
+            return backend
+
+    def for_reading(self) -> Backend:
+        """The backend that knows the snapshots now."""
+        with self._guard:
+            if self._backend is None:
+                client = self._link.find()
+                self._backend = self._daemon(client) if client is not None else self._local()
+            elif isinstance(self._backend, LocalBackend) and not self._backend.writing:
+                client = self._link.find()
+                if client is not None:
+                    self._backend = self._daemon(client)
+            return self._backend
+
+    def _daemon(self, client: ControlClient) -> DaemonBackend:
+        config = self._config
+        return DaemonBackend(
+            client,
+            self._link.again,
+            label=self._label,
+            retention={
+                "max_hot": config.max_hot_snapshots,
+                "max_cold": config.max_cold_checkpoints,
+                "max_bytes": config.max_bytes,
+            },
+            linger_seconds=float(config.linger_seconds) if self._link.spawned else None,
+        )
+
+    def _local(self) -> LocalBackend:
+        config, link = self._config, self._link
+        retention = Retention(
+            max_hot=config.max_hot_snapshots, max_cold=config.max_cold_checkpoints, max_bytes=config.max_bytes
+        )
+        store = FileStore(link.state_dir, link.config.run, retention=retention)
+        return LocalBackend(store, link.config.run, link.signer)
+
+    def _close(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+
+    def stop(self) -> None:
+        """Let go of the backend; the next question finds one again."""
+        with self._guard:
+            self._close()
+
+    def tend(self) -> None:
+        """See Backend."""
+        backend = self._backend
+        if backend is not None:
+            backend.tend()
+
+    def first_boundary(self, capturer: Capturer) -> None:
+        """Attach to the daemon at the first step boundary, when the optimizer has its state, so that the swarm can ask
+        where this trainer stands. What the daemon refuses is raised, once.
+        """
+        if not self._attached_at_boundary:
+            self._attached_at_boundary = True
+            if isinstance(self._backend, DaemonBackend):
+                capturer.attach_arena(self._backend)
+
+    # ------------------------------------------------------------ facts
+
+    @property
+    def is_local(self) -> bool:
+        """Whether snapshots are written by this process."""
+        return isinstance(self._backend, LocalBackend)
+
+    @property
+    def node_id(self) -> str:
+        """The swarm's id of the daemon that serves; empty without one."""
+        backend = self._backend
+        return backend.node_id if isinstance(backend, DaemonBackend) else ""
+
+    def addresses(self) -> list[str]:
+        """Where others reach the daemon."""
+        backend = self._backend
+        if not isinstance(backend, DaemonBackend):
+            return []
+        try:
+            status = backend.status()
+        except HotswarmError:
+            return []
+        return [str(status[key]) for key in ("advertise", "listen") if status.get(key)][:1]
+
+    def served(self) -> int:
+        """Streams that the daemon has served since it started."""
+        backend = self._backend
+        if not isinstance(backend, DaemonBackend):
+            return 0
+        try:
+            counters = backend.status().get("swarm", {}).get("counters", {})
+        except HotswarmError:
+            return 0
+        return int(counters.get("streams_served", 0))
+
+    # ------------------------------------------------------------ snapshots
+
+    def _ask(self, question: Callable[[Backend], T]) -> T:
+        """An answer from the backend; once more from the next one when a daemon went away in between."""
+        backend = self.for_reading()
+        try:
+            return question(backend)
+        except ControlError:
+            with self._guard:
+                if self._backend is not backend or self._link.find() is not None:
+                    raise
+                if backend is self._backend and getattr(backend, "attached", False):
+                    raise
+                local = self._local()
+            return question(local)
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """What is there, oldest first."""
+        return self._ask(lambda backend: backend.snapshots())
+
+    def bytes_of_state(self) -> int:
+        """Tensor bytes of the newest snapshot; 0 when there is none."""
+        try:
+            infos = self.snapshots()
+        except HotswarmError:
+            return 0
+        return infos[-1].bytes if infos else 0
+
+    def open(self, snapshot_id: str) -> SnapshotSource:
+        """A snapshot by its id."""
+        return self._ask(lambda backend: backend.open(snapshot_id))
+
+    def manifest(self, snapshot_id: str) -> Manifest:
+        """What a snapshot holds."""
+        with contextlib.closing(self.open(snapshot_id)) as source:
+            return source.manifest
+
+    def open_path(self, path: Path) -> SnapshotSource:
+        """A snapshot by its manifest's path, or by what a path ends in: an id, or a file that a daemon owns."""
+        if path.is_file():
+            return open_manifest_file(path)
+        name = path.name
+        found = name.rpartition("_")[2] if is_snapshot_id(name.rpartition("_")[2]) else id_of_file(name)
+        if found is None:
+            raise StoreError(f"{path} is no snapshot: neither a manifest, nor a .pt file, nor a snapshot id")
+        return self.open(found)
+
+    def kind_of(self, snapshot_id: str) -> str | None:
+        """The local kind ("recovery" for what was fetched); None when this store does not list it."""
+        try:
+            infos = self.snapshots()
+        except HotswarmError:
+            return None
+        return next((info.kind for info in infos if info.snapshot_id == snapshot_id), None)

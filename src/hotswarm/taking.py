@@ -1,0 +1,192 @@
+"""Taking snapshots: from "one is due" to "it is durable", with the books kept."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from hotswarm.cadence import Cadence
+from hotswarm.capturing import Capturer, NoSlotError, NotNowError
+from hotswarm.checkpoint_types import CheckpointMetadata, CheckpointType
+from hotswarm.errors import HotswarmError, LocalFailure
+from hotswarm.handle import SnapshotHandle
+from hotswarm.metadata import MetadataMaker
+from hotswarm.reach import Reach
+from hotswarm.store.base import SnapshotInfo
+
+log = logging.getLogger(__name__)
+
+FORCE_WAIT_S = 600.0  # for the disk
+SLOT_WAIT_S = 10.0  # an explicit snapshot waits for a free arena slot; one that is merely due does not
+URGENT_WAIT_S = 2.0
+SETTLE_S = 1.0  # that the keeper waits for one snapshot before it looks at other things
+
+
+class Taker:
+    """Takes snapshots of one trainer. Public counters are those of `get_stats`; seconds and counts."""
+
+    def __init__(self, capturer: Capturer, reach: Reach, cadence: Cadence, metadata: MetadataMaker) -> None:
+        self.capturer = capturer
+        self.reach = reach
+        self.cadence = cadence
+        self.metadata = metadata
+        self.active = False
+        """Between start and stop: only then does anything happen by itself."""
+        self.saved = 0
+        self.failures = 0
+        self.skipped = 0
+        self.last_error: str | None = None
+        self.stall_s_last = 0.0
+        self.stall_s_total = 0.0
+        self.protected_since = time.monotonic()
+        self.wake: Callable[[], None] = lambda: None
+        self.on_durable: Callable[[CheckpointMetadata], None] = lambda _: None
+        self.ending: Callable[[], bool] = lambda: False
+        self.last_words: Callable[[], None] = lambda: None
+        self._unsettled: deque[SnapshotHandle] = deque()
+        self._complained: str | None = None
+
+    # ------------------------------------------------------------ asked for
+
+    def handle(self, kind: CheckpointType) -> SnapshotHandle:
+        """For a snapshot that is about to be taken."""
+        return SnapshotHandle(kind, self._settled)
+
+    def snapshot(self, kind: CheckpointType, *, wait: bool) -> SnapshotHandle:
+        """Copy now, or, inside an outer step of this thread, at the next boundary. What fails is in the handle."""
+        handle = self.handle(kind)
+        try:
+            self.capturer.at_boundary(lambda: self.copy_into(handle, wait_s=SLOT_WAIT_S))
+        except NotNowError as error:
+            if self.capturer.in_outer_step():
+                self.capturer.post(lambda: self.copy_into(handle))
+            else:
+                self._give_up(handle, error)
+        except HotswarmError as error:
+            self._give_up(handle, error)
+        if handle.is_copied and not handle.done and (wait or not self.active):
+            with contextlib.suppress(HotswarmError):  # it is in the handle
+                handle.result(FORCE_WAIT_S)
+        return handle
+
+    def force(self) -> CheckpointMetadata | None:
+        """A durable hot snapshot, or None with `last_error`."""
+        handle = self.handle(CheckpointType.HOT)
+        try:
+            self.capturer.at_boundary(lambda: self.copy_into(handle, wait_s=SLOT_WAIT_S))
+            return handle.result(FORCE_WAIT_S)
+        except HotswarmError as error:
+            self._give_up(handle, error)
+            return None
+
+    def urgent(self) -> None:
+        """The process may end now, in the middle of a step: a snapshot if the state is whole, else at the next
+        boundary. Never raises.
+        """
+        try:
+            if self.capturer.in_optimizer_step or self.capturer.in_outer_step():
+                self.cadence.outer_step(time.monotonic())
+                return
+            handle = self.handle(CheckpointType.HOT)
+            self.copy_into(handle, exact=False, wait_s=URGENT_WAIT_S)
+            if self.reach.is_local:
+                handle.result(FORCE_WAIT_S)
+        except Exception as error:  # a signal handler must not raise into whatever was running
+            log.exception("no last snapshot on SIGTERM")
+            self.failed(error if isinstance(error, HotswarmError) else LocalFailure(str(error)))
+
+    def copy_into(self, handle: SnapshotHandle, *, exact: bool = True, wait_s: float = 0.0) -> None:
+        """Copy the state, which is whole, and hand it over."""
+        kind = handle.kind if handle.kind is CheckpointType.COLD else CheckpointType.HOT
+        try:
+            ticket, stall_s = self.capturer.copy(self.reach.for_writing(), kind.value, exact=exact, wait_s=wait_s)
+        except HotswarmError as error:
+            handle.failed(error)
+            raise
+        self.stall_s_last = stall_s
+        self.stall_s_total += stall_s
+        self.cadence.taken(kind, time.monotonic(), stall_s)
+        handle.copied(ticket, stall_s)
+        self._unsettled.append(handle)
+        self.wake()
+
+    def _give_up(self, handle: SnapshotHandle, error: HotswarmError) -> None:
+        if not handle.settled:
+            handle.failed(error)
+            self.failed(error)
+
+    # ------------------------------------------------------------ due
+
+    def boundary(self, exact: bool) -> None:
+        """On the training thread, between two steps. Whatever goes wrong here, training goes on."""
+        if not self.active:
+            return
+        try:
+            self.reach.first_boundary(self.capturer)
+            self.capturer.write_live()
+            if self.ending():
+                self.last_words()
+                return
+            kind = self.cadence.due(time.monotonic())
+            if kind is not None:
+                self._take_due(kind, exact)
+        except HotswarmError as error:
+            self.cadence.failed(time.monotonic())
+            self.failed(error)
+        except Exception as error:
+            self.cadence.failed(time.monotonic())
+            log.exception("a snapshot failed unexpectedly; training goes on")
+            self.failed(LocalFailure(f"{type(error).__name__}: {error}"))
+
+    def _take_due(self, kind: CheckpointType, exact: bool) -> None:
+        try:
+            with self.capturer.held():
+                self.copy_into(self.handle(kind), exact=exact)
+        except (NoSlotError, NotNowError) as error:
+            self.skipped += 1
+            self.cadence.failed(time.monotonic())
+            log.debug("a snapshot was left out: %s", error)
+
+    def outer_step_ended(self) -> None:
+        """A round is over; the next boundary takes a snapshot."""
+        if self.active:
+            self.cadence.outer_step(time.monotonic())
+
+    # ------------------------------------------------------------ afterwards
+
+    def settle(self) -> None:
+        """Follow what was handed over to the disk, as far as that goes now. For the keeper's thread."""
+        for handle in list(self._unsettled):
+            with contextlib.suppress(HotswarmError):  # noted by _settled; or not durable yet: the next round
+                handle.result(SETTLE_S)
+            if handle.done:
+                self._unsettled.remove(handle)
+
+    def forget(self) -> None:
+        """Follow nothing any more: the daemon has it, or it is on disk."""
+        self._unsettled.clear()
+
+    def _settled(self, handle: SnapshotHandle, result: SnapshotInfo | HotswarmError) -> CheckpointMetadata | None:
+        """A snapshot is durable, or failed for good. Once per handle, on whichever thread learned it."""
+        if isinstance(result, HotswarmError):
+            self.cadence.failed(time.monotonic())
+            self.failed(result)
+            return None
+        self.saved += 1
+        self.protected_since = max(self.protected_since, handle.copied_at)
+        self.cadence.durable(time.monotonic() - handle.copied_at)
+        self._complained = None
+        metadata = self.metadata.make(result)
+        self.on_durable(metadata)
+        return metadata
+
+    def failed(self, error: HotswarmError, *, counted: bool = True) -> None:
+        """Keep the books of a failure, and tell once."""
+        self.failures += counted
+        self.last_error = str(error)
+        if self._complained != self.last_error:  # the same trouble every second is one line in the log
+            self._complained = self.last_error
+            log.warning("%s", error)
