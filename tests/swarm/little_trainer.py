@@ -6,9 +6,11 @@
     MODE die        COUNT captures, each made durable except the last: SIGKILL right after READY
     MODE torn       one capture made durable, then SIGKILL while WRITING the next
     MODE hold       attach, capture once, wait until killed
+    MODE unstored   attach, wait for LOG.go, capture once, see the disk refuse it, wait until killed
+    MODE fork       attach, fork a child that sleeps, wait until killed
     MODE leave      attach, capture once, detach, exit
 
-LOG gets a line per event: `attached`, `committed K`, `durable K`, `busy MESSAGE`.
+LOG gets a line per event: `attached`, `committed K`, `durable K`, `refused K`, `child PID`, `busy MESSAGE`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from hotswarm.errors import HotswarmError
+from hotswarm.errors import HotswarmError, StoreError
 from hotswarm.snapshot.chunks import layout
 from hotswarm.snapshot.draft import DraftManifest, draft_to_bytes
 from hotswarm.snapshot.sections import SectionDraft
@@ -162,14 +164,25 @@ def main(state_dir: Path, log_path: Path, mode: str, count: int) -> None:
         if mode == "loop":
             loop(trainer, log)
             return
+        while mode == "unstored" and not log_path.with_suffix(".go").exists():
+            time.sleep(0.01)
         for step in range(1, count + 1):
             seq = trainer.capture(step)
             assert seq is not None
             log.write(f"committed {step}\n")
             if mode == "die" and step == count:
                 os.kill(os.getpid(), signal.SIGKILL)
-            trainer.session.flush(seq, 20.0)
-            log.write(f"durable {step}\n")
+            try:
+                trainer.session.flush(seq, 20.0)
+                log.write(f"durable {step}\n")
+            except StoreError:
+                assert mode == "unstored"
+                log.write(f"refused {step}\n")
+        if mode == "fork":
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            log.write(f"child {child}\n")
         if mode == "torn":
             slot = trainer.arena.writable()
             assert slot is not None

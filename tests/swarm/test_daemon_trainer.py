@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -29,7 +32,7 @@ def steps(state_dir: Path) -> list[int]:
 
 def logged(log: Path, word: str) -> list[str]:
     lines = log.read_text().splitlines() if log.exists() else []
-    return [line.partition(" ")[2] for line in lines if line.split(" ")[0] == word]
+    return [line.partition(" ")[2] or "-" for line in lines if line.split(" ")[0] == word]
 
 
 def check_store(state_dir: Path) -> None:
@@ -190,7 +193,7 @@ def test_a_capture_that_is_half_written_when_the_daemon_stops_can_be_finished(pr
     trainer.state.commit(slot, trainer.seq, 9)
     start_daemon(processes, state_dir)
     trainer.attach()
-    assert trainer.session.flush(trainer.seq - 1 if trainer.seq > 1 else 1, 20.0).training_step == 9
+    assert trainer.session.flush(1, 20.0).training_step == 9
     trainer.session.close()
 
 
@@ -211,6 +214,61 @@ def test_the_live_counters_reach_the_status(processes, short_dir):
     assert (clock["outer_step"], clock["inner_step"], clock["training_step"]) == (3, 17, 77)
     assert (clock["steps_per_s"], clock["round_length"]) == (2.5, 20)
     trainer.session.close()
+
+
+def test_a_disk_that_refuses_costs_a_capture_and_nothing_else(processes, short_dir, wait_until):
+    state_dir = short_dir / "state"
+    daemon = start_daemon(processes, state_dir)
+    trainer = LittleTrainer(state_dir, LittleState())
+    trainer.attach()
+    trainer.session.flush(trainer.capture(1), 20.0)
+    no_limit = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (100_000, no_limit[1]))  # writes fail with EFBIG from here on
+    with pytest.raises(StoreError, match="File too large"):
+        trainer.session.flush(trainer.capture(2), 20.0)
+    status = client_of(state_dir).status()
+    assert status["health"]["state"] == "yellow"
+    assert "File too large" in status["health"]["reasons"][0]
+    assert steps(state_dir) == [1]
+    check_store(state_dir)
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, no_limit)
+    trainer.session.flush(trainer.capture(3), 20.0)
+    assert client_of(state_dir).status()["health"] == {"state": "green", "reasons": []}
+    assert steps(state_dir) == [1, 3]
+    trainer.session.close()
+
+
+def test_what_the_disk_refused_is_tried_again_when_the_trainer_is_dead(processes, short_dir, wait_until):
+    state_dir, log = short_dir / "state", short_dir / "log"
+    daemon = start_daemon(processes, state_dir)
+    child = processes.start([*LITTLE_TRAINER, state_dir, log, "unstored", "1"])
+    wait_until(lambda: logged(log, "attached"), 20, "the attachment")
+    no_limit = resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, (100_000, no_limit[1]))
+    log.with_suffix(".go").touch()
+    wait_until(lambda: logged(log, "refused"), 20, "the refusal")
+    resource.prlimit(daemon.pid, resource.RLIMIT_FSIZE, no_limit)
+    assert steps(state_dir) == []
+    child.kill()
+    child.wait()
+    wait_until(lambda: steps(state_dir) == [1], 10, "the snapshot of the dead trainer")
+    check_store(state_dir)
+
+
+def test_forked_children_hold_none_of_our_descriptors(processes, short_dir, wait_until):
+    state_dir, log = short_dir / "state", short_dir / "log"
+    start_daemon(processes, state_dir)
+    parent = processes.start([*LITTLE_TRAINER, state_dir, log, "fork"])
+    wait_until(lambda: logged(log, "child"), 20, "the forked child")
+    child = psutil.Process(int(logged(log, "child")[0]))
+    targets = [os.readlink(f"/proc/{child.pid}/fd/{name}") for name in os.listdir(f"/proc/{child.pid}/fd")]
+    assert not [target for target in targets if "hotswarm" in target or target.startswith("socket:")], targets
+    assert "hotswarm-arena" not in Path(f"/proc/{child.pid}/maps").read_text()
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: client_of(state_dir).status()["trainer"] is None, 5, "the death of the trainer")
+    assert child.is_running()
+    child.kill()
 
 
 # ---------------------------------------------------------------- two daemons
@@ -328,9 +386,15 @@ def test_the_daemon_is_small_and_never_imports_torch(processes, short_dir):
 
 
 def test_importing_the_daemon_imports_no_torch():
-    import subprocess
-    import sys
-
     code = "import hotswarm.swarm.node, hotswarm.swarm.side, hotswarm.cli.main, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_client_that_trainers_use_needs_no_server_and_no_event_loop():
+    code = (
+        "import hotswarm.swarm.control, hotswarm.swarm.opened, hotswarm.swarm.spawn, sys\n"
+        "print([name for name in ('torch', 'grpc', 'aiohttp', 'uvloop', 'asyncio', 'kademlia') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -35,6 +35,7 @@ class Connection:
         self.pid, self.uid, _ = channel.peer_credentials(sock)
         self.on_close: list[Callable[[], None]] = []  # called once, when the client is gone or closed here
         self.closed = False
+        self.refused = False
 
     def hung_up(self) -> bool:
         """Whether the client has closed its end, noticed by the event loop yet or not."""
@@ -111,11 +112,9 @@ class FdServer:
             return
         sock.setblocking(False)
         connection = Connection(self, sock)
-        if not may_use(sock, self._gid):
+        connection.refused = not may_use(sock, self._gid)
+        if connection.refused:
             log.warning("refused user id %d (process %d) on %s", connection.uid, connection.pid, self.path)
-            channel.send(sock, {"error": channel.error_to_json(_refusal(connection.uid))})
-            sock.close()
-            return
         self._connections.add(connection)
         asyncio.get_running_loop().add_reader(sock.fileno(), self._read, connection, sock)
 
@@ -131,6 +130,10 @@ class FdServer:
             return
         if got is None:
             connection.close()
+            return
+        if connection.refused:  # only now: closing with a message unread would lose the answer
+            channel.close_all(got[1])
+            connection.fail(_refusal(connection.uid))
             return
         task = asyncio.get_running_loop().create_task(self._handle(connection, *got))
         self._tasks.add(task)
