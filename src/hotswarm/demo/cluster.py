@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import re
@@ -164,18 +165,20 @@ class Cluster:
             raise DemoError(f"`swarm-node {' '.join(words)}` exited {done.returncode}: {done.stderr.strip()}")
         return done.stdout
 
-    def start_daemon(self, node: Node, options: Mapping[str, str], peers: Sequence[str] = ()) -> None:
-        """A `swarm-node` for that node, on its old address or else a free port; returns when it answers."""
-        argv = [*_swarm_node_program(), "serve", "--state-dir", str(node.state_dir), "--name", node.label]
-        argv += ["--listen", node.address or "127.0.0.1:0"]
-        argv += ["--peers", ",".join(peers)] if peers else []
-        for name, value in options.items():
-            argv += [f"--{name}", value]
-        node.daemon = self.start(f"{node.label}-daemon", argv)
-        status = self.until(lambda: _status(node), 30, f"the daemon of {node.label}")
-        node.address = str(status["listen"])
-        self.node_labels[str(status["node"])] = node.label
-        self.mark("start", what="daemon", label=node.label)
+    def start_daemons(self, nodes: Sequence[Node], options: Mapping[str, str], peers: Sequence[str] = ()) -> None:
+        """A `swarm-node` for each of these nodes, on its old address or else a free port; returns when all answer."""
+        for node in nodes:
+            argv = [*_swarm_node_program(), "serve", "--state-dir", str(node.state_dir), "--name", node.label]
+            argv += ["--listen", node.address or "127.0.0.1:0"]
+            argv += ["--peers", ",".join(peers)] if peers else []
+            for name, value in options.items():
+                argv += [f"--{name}", value]
+            node.daemon = self.start(f"{node.label}-daemon", argv)
+        for node in nodes:
+            status = self.until(functools.partial(_status, node), 30, f"the daemon of {node.label}")
+            node.address = str(status["listen"])
+            self.node_labels[str(status["node"])] = node.label
+            self.mark("start", what="daemon", label=node.label)
 
     def start_trainer(self, node: Node, options: Mapping[str, str]) -> Tail:
         """That node's trainer, as a new life with a log of its own."""

@@ -37,7 +37,7 @@ from hotswarm.demo.record import Event, Record
 
 RUN = "demo"
 LABELS = ("a", "b", "c")
-CALIBRATION_STEPS = 40
+CALIBRATION_STEPS = 30  # the snapshot comes ten steps before
 REPLAY_STEPS = 12  # a kill comes that many steps after a snapshot; ten must be seen to replay
 FETCH_S = 4.0  # how long the capped donors need together for what a joiner fetches
 FETCHED_SHARE = 0.8  # of a snapshot's bytes: outer parameters and momentum, both moments; not the live parameters
@@ -140,8 +140,7 @@ def calibrate(cluster: Cluster) -> Settings:
     nodes = [Node(label, cluster.work / f"calibrate-{label}") for label in LABELS]
     start = cluster.work / "calibrate"
     start.touch()
-    for node in nodes:
-        cluster.start_daemon(node, {"run": "calibrate"})
+    cluster.start_daemons(nodes, {"run": "calibrate"})
     for index, node in enumerate(nodes):
         cluster.start_trainer(node, _calibration_options(index, start))
     watched: Sequence[Node] = nodes
@@ -232,7 +231,7 @@ class Stage:
         self.cluster.delete_state(node)
         node.state_dir = self.cluster.work / f"{node.label}{len(node.lives) + 1}"
         node.address = ""
-        self.cluster.start_daemon(node, self._daemon_options(), [donor.address for donor in donors])
+        self._start_daemons([node], donors)
         self._start_trainer(node, "auto", "adopt")
         if lose_a_donor:
             lost = self._lose_a_donor(node, donors)
@@ -246,7 +245,7 @@ class Stage:
         lost = next(donor for donor in donors if donor.label != inner_donor)
         self.cluster.kill(lost, "daemon")
         self._until(lambda: joiner.tail.last("recovered"), f"{joiner.label}'s restore")
-        self._start_daemon(lost)
+        self._start_daemons([lost], [joiner, *donors])
         return lost.label
 
     # ---- the frame around the acts
@@ -254,8 +253,8 @@ class Stage:
     def _open(self) -> None:
         self.lighthouse = self.cluster.start_lighthouse(self.settings.join_timeout_ms)
         self.cluster.swarm_node("keygen", "--swarm-key", str(self.key))
-        for node in self.nodes:
-            self._start_daemon(node)
+        self._start_daemons(self.nodes[:1], [])
+        self._start_daemons(self.nodes[1:], self.nodes[:1])
         for node in self.nodes:
             self._start_trainer(node, "auto", "auto")
         self._until(lambda: all(node.tail.last("ready") for node in self.nodes), "three trainers ready at the barrier")
@@ -304,17 +303,14 @@ class Stage:
     def _newest_sync(self) -> int:
         return max(sync.integer("outer") for node in self.nodes if (sync := node.tail.last("sync")) is not None)
 
-    def _start_daemon(self, node: Node) -> None:
-        self.cluster.start_daemon(
-            node, self._daemon_options(), [other.address for other in self.nodes if other is not node and other.address]
-        )
-
-    def _daemon_options(self) -> dict[str, str]:
-        return {
+    def _start_daemons(self, nodes: Sequence[Node], known: Sequence[Node]) -> None:
+        peers = [other.address for other in known if other not in nodes]
+        options = {
             "run": RUN,
             "swarm-key": str(self.key),
             "max-upload-bytes-per-s": str(self.settings.upload_bytes_per_s),
         }
+        self.cluster.start_daemons(nodes, options, peers)
 
     def _start_trainer(self, node: Node, rejoin: str, inner: str) -> Tail:
         return self.cluster.start_trainer(

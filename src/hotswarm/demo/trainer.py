@@ -29,6 +29,9 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it by another module's name
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
+from torchft.local_sgd import DiLoCo
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo
 
 from hotswarm.capture.diloco import EngineAdapter, SeedAdapter
 from hotswarm.checkpoint_types import CheckpointConfig
@@ -38,6 +41,7 @@ from hotswarm.demo.journal import Journal, digests, process_age_s
 from hotswarm.demo.model import ByteTransformer
 from hotswarm.diloco import DiLoCoConfig, DiLoCoTrainer, ExactNesterov
 from hotswarm.errors import HotswarmError
+from hotswarm.torchft import attach
 
 BATCH = 8
 INNER_LR = 1e-3
@@ -179,12 +183,6 @@ def loopback_store() -> TCPStore:
 
 def train(trainer: Trainer) -> None:
     """torchft: quorum, averaging and commit are its; DiLoCo's hooks run inside `inner.step()`."""
-    from torchft.local_sgd import DiLoCo
-    from torchft.manager import Manager
-    from torchft.process_group import ProcessGroupGloo
-
-    from hotswarm.torchft import attach
-
     args, model, inner, journal = trainer.args, trainer.model, trainer.inner, trainer.journal
     store = loopback_store()
     manager = Manager(
