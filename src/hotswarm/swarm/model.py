@@ -206,6 +206,17 @@ class RecoverRequest(Jsonable):
 
 
 @dataclass(frozen=True, slots=True)
+class SectionReport(Jsonable):
+    """What one section cost. `fetched` and `fetched_chunks` count verified arrivals, duplicates too."""
+
+    raw: int  # bytes of the whole section
+    chunks: int  # of the whole section
+    fetched: int  # bytes
+    fetched_chunks: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ReportData(Jsonable):
     """What happened in a recovery, and why. The trainer adds its own phases (verify, restore) to `seconds`."""
 
@@ -223,6 +234,7 @@ class ReportData(Jsonable):
     outer_step: int = 0
     inner_step: int = 0
     training_step: int = 0
+    sections: dict[str, SectionReport] = field(default_factory=dict)
     plan: tuple[str, ...] = ()  # the plan in words, for --dry-run
 
 

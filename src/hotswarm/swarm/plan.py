@@ -133,6 +133,11 @@ class Planner:
         """Verified bytes of each donor that gave some."""
         return {node: donor.verified_bytes for node, donor in self._donors.items() if donor.verified_bytes}
 
+    @property
+    def barred(self) -> frozenset[str]:
+        """Nodes that misbehaved."""
+        return frozenset(self._barred)
+
     def rate_of(self, node: str) -> float | None:
         """Measured bytes per second of that donor, None when unknown."""
         donor = self._donors.get(node)
