@@ -84,6 +84,11 @@ class Run:
     def at_end(self) -> None:
         """Called inside the loop of the last step, where the iterator is still alive."""
 
+    def close(self) -> None:
+        """End persistent workers: left to the garbage collector, torch waits five seconds for each."""
+        if self.loader._iterator is not None:
+            self.loader._iterator._shutdown_workers()
+
 
 def interrupted(cut: int, total: int, **kwargs: object) -> tuple[Run, Run]:
     """(uninterrupted run, a second run in which the state was carried over after `cut` steps)."""
@@ -101,6 +106,8 @@ def interrupted(cut: int, total: int, **kwargs: object) -> tuple[Run, Run]:
     restore(second.state, sources[0])
     assert second.state.counters.training_step == cut
     second.train(total - cut)
+    for run in (whole, first, second):
+        run.close()
     return whole, second
 
 

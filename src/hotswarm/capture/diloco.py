@@ -165,9 +165,7 @@ class SeedAdapter:
         setter = getattr(trainer, "set_outer_step_callback", None)
         if setter is None:
             return
-        before = next(
-            (getattr(trainer, name) for name in _CALLBACK_SLOTS if callable(getattr(trainer, name, None))), None
-        )
+        before: Callable[..., object] | None = None
 
         def chained(*args: object, **kwargs: object) -> None:
             try:
@@ -176,7 +174,12 @@ class SeedAdapter:
             finally:
                 callback()
 
+        attributes = dict(vars(trainer)) if hasattr(trainer, "__dict__") else {}
         setter(chained)
+        # Whatever the slot is called, it is the attribute that is the new callback now.
+        slot = next((name for name in attributes if getattr(trainer, name, None) is chained), None)
+        if slot is not None and callable(attributes[slot]):
+            before = attributes[slot]
 
     # ------------------------------------------------------------ the outer copy
 
@@ -250,9 +253,6 @@ class SeedAdapter:
             if name in known:
                 setattr(stats, name, number)
         self._trainer.phase = phase
-
-
-_CALLBACK_SLOTS = ("_on_outer_step", "on_outer_step", "_outer_step_callback", "outer_step_callback")
 
 
 def _fields(stats: object) -> list[str]:

@@ -71,7 +71,9 @@ class Position:
             raise ConfigError(
                 f"a {plain.__qualname__} cannot be followed as dataloader: {error}", "dataloader"
             ) from error
-        self._loader.__dict__[_ATTRIBUTE] = self
+        # Weakly: a loader in a reference cycle dies in the garbage collector, where torch joins persistent workers for
+        # five seconds each.
+        self._loader.__dict__[_ATTRIBUTE] = weakref.ref(self)
         self._plain_class = plain
 
     def detach(self) -> None:
@@ -235,8 +237,9 @@ class Position:
 
     def _made(self, kept_workers: bool, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if not kept_workers:
-            if self._has_workers():
-                self._loader._iterator = None  # noqa: SLF001  # workers of this process's past: start new ones
+            if self._has_workers():  # those of this process's past: start new ones
+                self._loader._iterator._shutdown_workers()  # noqa: SLF001
+                self._loader._iterator = None  # noqa: SLF001
             return make()
         # In the uninterrupted run the workers were there already and no base seed was drawn: draw it elsewhere.
         own = self._loader.generator
@@ -308,7 +311,10 @@ def _following(plain: type) -> type:
     if known is None:
 
         def begin_iteration(self: Any) -> Iterator[Any]:
-            return self.__dict__[_ATTRIBUTE].begin(lambda: plain.__iter__(self))  # type: ignore[no-any-return, attr-defined]
+            position = self.__dict__[_ATTRIBUTE]()
+            if position is None:  # its owner is gone without having detached
+                return plain.__iter__(self)  # type: ignore[no-any-return, attr-defined]
+            return position.begin(lambda: plain.__iter__(self))  # type: ignore[no-any-return, attr-defined]
 
         body = {"__iter__": begin_iteration, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
         known = type(plain.__name__, (plain,), body)

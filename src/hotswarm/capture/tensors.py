@@ -87,6 +87,8 @@ def copy_elements(target: Tensor, source: Tensor) -> None:
 def new_tensor(spec: TensorSpec, device: torch.device | str = "cpu", like: Tensor | None = None) -> Tensor:
     """An uninitialised tensor; with the strides of `like` where shapes agree. Incompatible when memory is short."""
     dtype = dtype_of(spec.dtype)
+    if dtype is torch.complex32:  # torch warns when it makes one, and has done so already where this one came from
+        return torch.empty(spec.shape, dtype=torch.int32, device=device).view(dtype)
     try:
         if like is not None and tuple(like.shape) == spec.shape and like.layout is torch.strided:
             return torch.empty_like(like, dtype=dtype, device=device, requires_grad=False)
