@@ -198,8 +198,14 @@ class TorchftAdapter:
         }
 
     def inner_tree(self) -> Tree:
-        """What the Manager counts beside its step."""
-        return {"batches_committed": self._manager.batches_committed()}
+        """The counters, and what the Manager counts beside its step."""
+        here = self.counters()
+        return {
+            "step": here.outer_step,
+            "local_step": here.inner_step,
+            "training_step": here.training_step,
+            "batches_committed": self._manager.batches_committed(),
+        }
 
     def lock(self) -> _StepLock:
         """Held: the trainer's thread is between two inner steps, or waits inside a heal."""
@@ -242,9 +248,14 @@ class TorchftAdapter:
 
     def load_inner(self, tree: Tree) -> None:
         """Takes what `inner_tree` gave."""
-        self._manager.load_state_dict(
-            {"step": self._manager.current_step(), "batches_committed": int(tree["batches_committed"])}
-        )
+        try:
+            step, local_step, training_step, batches = (
+                int(tree[name]) for name in ("step", "local_step", "training_step", "batches_committed")
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise Incompatible(f"the snapshot's trainer is not torchft's DiLoCo: {error!r}") from error
+        self._manager.load_state_dict({"step": step, "batches_committed": batches})
+        self.set_counters(Counters(step, local_step, training_step))
 
     def set_counters(self, counters: Counters) -> None:
         """Stands at these counters. The position is kept below the step that prepares the next sync, which must run.

@@ -282,12 +282,15 @@ def test_a_step_that_raised_leaves_the_lock_usable_by_its_thread(replica: Callab
     assert taken == [True]
 
 
-def test_the_count_of_committed_batches_goes_with_the_inner_state(replica: Callable[..., Replica]) -> None:
+def test_counters_and_committed_batches_go_with_the_inner_state(replica: Callable[..., Replica]) -> None:
     donor, joiner = replica(), replica()
-    for step in range(3 * H):
+    for step in range(3 * H + 1):
         donor.step(step)
-    assert donor.adapter.inner_tree() == {"batches_committed": 3}
-    joiner.adapter.set_counters(donor.adapter.counters())
-    joiner.adapter.load_inner(donor.adapter.inner_tree())
+    tree = donor.adapter.inner_tree()
+    assert tree == {"step": 3, "local_step": 1, "training_step": 3 * H + 1, "batches_committed": 3}
+    joiner.adapter.load_inner(tree)
     assert joiner.manager.batches_committed() == 3
-    assert joiner.manager.current_step() == 3
+    assert joiner.adapter.counters() == donor.adapter.counters()
+    with pytest.raises(Incompatible, match="torchft"):
+        joiner.adapter.load_inner({"stats": {}, "phase": "inner"})
+    assert joiner.adapter.counters() == donor.adapter.counters()

@@ -39,12 +39,13 @@ def test_a_killed_replica_replays_its_losses_bit_for_bit_and_joins_the_same_sync
     before = victim.losses()
     again = swarm.replica(1, **common)
     recovered = again.wait_for("recovered")
-    assert recovered["mode"] == "resume"
+    assert recovered["action"] in ("own", "resume")
     assert (recovered["outer"], recovered["inner"]) == (1, 6)
     taken = next(event for event in victim.events("snapshot") if (event["outer"], event["inner"]) == (1, 6))
     assert recovered["digests"] == taken["digests"]
-    assert survivor.child.wait(90) == 0
-    assert again.child.wait(30) == 0
+    again.wait_for("step", outer=1, inner=7, timeout_s=20)
+    survivor.finish(90)
+    again.finish(30)
     after = again.losses()
     replayed = sorted(set(before) & set(after))
     assert replayed[0] == (1, 7)
@@ -68,15 +69,15 @@ def test_a_replica_that_is_behind_and_finds_no_swarm_leaves_instead_of_asking_ag
     cluster: Callable[..., Cluster],
 ) -> None:
     swarm = cluster(min_replicas=1, join_timeout_ms=500)
-    settings = {"sync_every": H, "config": ALONE, "step_s": 0.1}
-    healthy = swarm.replica(0, rounds=8, **settings)
+    settings = {"sync_every": H, "config": ALONE, "rounds": 10_000}
+    healthy = swarm.replica(0, step_s=0.1, **settings)
     healthy.wait_for("sync", outer=1)
-    late = swarm.replica(1, rounds=99, recover=False, timeout_s=5, **{**settings, "step_s": 0.0})
-    assert late.child.wait(60) == 3
+    late = swarm.replica(1, recover=False, timeout_s=5, step_s=0.0, **settings)
+    assert late.child.wait(60) == 3, late.tail()
     (left,) = late.events("left")
     assert "behind its swarm" in left["reason"]
-    assert late.events("user_load") == []
-    assert len(late.events("sync")) == 0
-    assert healthy.child.wait(90) == 0
+    assert late.events("user_load", "sync") == []  # nothing of a peer was loaded, and it asked for one quorum only
+    reached = healthy.events("sync")[-1]["outer"]
+    healthy.wait_for("sync", outer=reached + 3)
     discarded = [sync for sync in healthy.events("sync") if not sync["committed"]]
     assert len(discarded) <= 1

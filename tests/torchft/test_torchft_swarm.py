@@ -47,7 +47,7 @@ def test_a_joiner_with_other_weights_holds_the_donors_state_bit_for_bit_after_th
     hold.touch()
     joiner = swarm.replica(2, seed=99, freeze=True, rejoin="outer", inner="adopt", **{**common, "step_s": 0.0})
     recovered = joiner.wait_for("recovered")
-    assert recovered["mode"] == "outer"
+    assert recovered["action"] == "outer"
     assert recovered["outer"] == 2
     known = donors[0].wait_for("sync", outer=2)["digests"]
     for name in ("outer", "momentum"):
@@ -60,7 +60,7 @@ def test_a_joiner_with_other_weights_holds_the_donors_state_bit_for_bit_after_th
     agree(joined, *(donor.wait_for("sync", outer=3) for donor in donors))
     assert joined["participants"] == 3
     for each in (*donors, joiner):
-        assert each.child.wait(60) == 0
+        each.finish(60)
         assert all(sync["committed"] and sync["heals"] == [0, 0] for sync in each.events("sync"))
     agree(*(each.events("sync")[-1] for each in (*donors, joiner)))
 
@@ -83,7 +83,7 @@ def test_a_replica_that_did_not_recover_is_healed_by_the_swarm_and_nothing_of_it
     assert healed["heals"] == [0, 1]
     agree(healed, *(donor.wait_for("sync", outer=healed["outer"]) for donor in donors))
     for each in (*donors, late):
-        assert each.child.wait(60) == 0
+        each.finish(60)
         assert each.events("user_load") == []
         assert all(sync["committed"] for sync in each.events("sync"))
     agree(*(each.events("sync")[-1] for each in (*donors, late)))
@@ -101,7 +101,7 @@ def test_replicas_that_were_initialised_differently_start_from_the_one_that_torc
         each.wait_for("ready")
     go.touch()
     for each in both:
-        assert each.child.wait(90) == 0
+        each.finish(90)
     syncs = [each.events("sync") for each in both]
     for one, other in zip(*syncs, strict=True):
         agree(one, other)

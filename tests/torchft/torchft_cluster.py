@@ -49,6 +49,14 @@ class Running:
         self.child.send_signal(signal.SIGKILL)
         self.child.wait(10)
 
+    def finish(self, timeout_s: float = 90.0) -> None:
+        """Waits for its end; it must have been a good one."""
+        try:
+            code = self.child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = -1
+        assert code == 0, f"ended with {code}: {self.tail()}"
+
     def losses(self) -> dict[tuple[int, int], str]:
         return {(event["outer"], event["inner"]): event["loss"] for event in self.events("step")}
 

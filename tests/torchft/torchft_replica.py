@@ -122,7 +122,14 @@ def main(settings: Settings) -> None:
 
     report = checkpointer.last_report
     if report is not None:
-        say("recovered", mode=report.mode, outer=report.outer_step, inner=report.inner_step, digests=state())
+        say(
+            "recovered",
+            action=report.action,
+            started_at=report.started_at,
+            outer=report.outer_step,
+            inner=report.inner_step,
+            digests=state(),
+        )
     frozen = settings.freeze
     if frozen:
         inner.param_groups[0]["lr"] = 0.0
