@@ -19,6 +19,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kademlia.node import Node
+
 from hotswarm.config import parse_address
 from hotswarm.errors import ConfigError, LocalFailure, LockedError
 from hotswarm.ids import NodeId, check_run
@@ -174,43 +176,46 @@ class RunDirectory:
             said = self._announcement
             if said is None:
                 return 0
-            shard = shard_of(self.identity.node_id)
-            stored = await asyncio.gather(*(self._put_under(keys[shard], said, ttl_s) for keys in self._keys))
-            self._stored_on = max(stored)
             self._published_at = asyncio.get_running_loop().time()
+            shard = shard_of(self.identity.node_id)
+            for _ in range(2):
+                self._seq = seq = max(self._seq + 1, self._wall_ms())
+                record = Record(
+                    seq, ttl_s, said.addresses, said.outer_step, said.inner_step, said.outer_digest, said.snapshot_bytes
+                )
+                stored = await asyncio.gather(*(self._put_under(keys[shard], record) for keys in self._keys))
+                if self._seq == seq:
+                    break  # otherwise a record of this node with a higher seq was met: once more, above it
+            self._cache.seq = self._seq
+            self._stored_on = max(stored)
             return self._stored_on
 
-    async def _put_under(self, key: bytes, said: Announcement, ttl_s: int) -> int:
-        if ttl_s:
-            self._store_own(key, said, ttl_s)  # before the network, so that this node alone is a directory of one
-        near = self.protocol.contacts()
-        if ttl_s or len(near) > K:
-            near = []
-            try:
-                async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                    near = await crawl(self.protocol, key, lambda value: self._take(key, value))
-            except TimeoutError:
-                log.info("looking for holders of the record took over %.0f s", PUBLISH_TIMEOUT_S)
-        signed = self._store_own(key, said, ttl_s)  # again: the crawl may have met this node's own, higher seq
-        value = encode_value([Relayed(signed, ttl_s)])
-        replies = await asyncio.gather(*(self.protocol.call_store(n, key, value) for n in near))
-        return sum(1 for ok, held in replies if ok and held is True)
-
-    def _store_own(self, key: bytes, said: Announcement, ttl_s: int) -> SignedRecord:
-        self._seq = max(self._seq + 1, self._wall_ms())
-        self._cache.seq = self._seq
-        record = Record(
-            self._seq,
-            ttl_s,
-            said.addresses,
-            said.outer_step,
-            said.inner_step,
-            said.outer_digest,
-            said.snapshot_bytes,
-        )
+    async def _put_under(self, key: bytes, record: Record) -> int:
+        """Store here first, so that this node alone is a directory of one; then at the nearest nodes known, at once,
+        for the living must not wait until the dead are found out; then at those that the lookup adds.
+        """
         signed = SignedRecord.sign(record, key, self.identity)
-        self._storage.book.merge(key, Relayed(signed, ttl_s), time.monotonic())
-        return signed
+        self._storage.book.merge(key, Relayed(signed, record.ttl_s), time.monotonic())
+        value = encode_value([Relayed(signed, record.ttl_s)])
+        holders: set[bytes] = set()
+
+        async def store(nodes: list[Node]) -> None:
+            replies = await asyncio.gather(*(self.protocol.call_store(n, key, value) for n in nodes))
+            holders.update(n.id for n, (ok, held) in zip(nodes, replies, strict=True) if ok and held is True)
+
+        known = self.protocol.router.find_neighbors(Node(key), k=K)
+        try:
+            async with asyncio.timeout(PUBLISH_TIMEOUT_S):
+                if record.ttl_s == 0:
+                    await store(known)
+                else:
+                    near, _ = await asyncio.gather(
+                        crawl(self.protocol, key, lambda v: self._take(key, v)), store(known)
+                    )
+                    await store([n for n in near if n.id not in {k.id for k in known}])
+        except TimeoutError:
+            log.info("storing the record took over %.0f s; %d nodes hold it", PUBLISH_TIMEOUT_S, len(holders))
+        return len(holders)
 
     # ------------------------------------------------------------ finding
 

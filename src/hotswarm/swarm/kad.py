@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
@@ -36,7 +37,8 @@ log = logging.getLogger(__name__)
 K = 16  # nodes per answer and holders per key; 20 addresses of IPv6 would not fit into one datagram
 RPC_TIMEOUT_S = 1.0
 RPC_TRIES = 2
-SHUN_S = 10.0  # an address that failed twice is not asked again for this long, unless it is heard from
+RECEIVE_BUFFER_BYTES = 1 << 20  # the kernel may grant less; a lookup's answers come all at once
+SHUN_S = 5.0  # an address that failed twice is not asked again for this long, unless it is heard from
 MAX_SHUNNED = 1_024
 MAX_PACKET = 1_200  # with IP and UDP headers still under the 1,280 that every IPv6 link carries
 MAX_MESSAGE = MAX_PACKET - OVERHEAD
@@ -344,6 +346,23 @@ class SealedServer(Server):  # type: ignore[misc]  # the package is untyped
 
     def _create_protocol(self) -> SealedProtocol:
         return SealedProtocol(self.node, self.storage, self._channel)
+
+    async def listen(self, port: int, interface: str = "127.0.0.1") -> None:
+        """Open the socket. OSError when the address is taken or not here."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(interface, port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = found[0]
+        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, proto)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 nodes could not call back
+            sock.bind(address)
+            self.transport, self.protocol = await loop.create_datagram_endpoint(self._create_protocol, sock=sock)
+        except BaseException:
+            sock.close()
+            raise
 
     def refresh_table(self, interval: float = 0) -> None:
         """Nothing: the package's own refresh dies of a hostile reply, and republishes what others stored."""

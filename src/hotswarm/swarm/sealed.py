@@ -82,8 +82,10 @@ class ReplayWindow:
             self._seen = ((self._seen << min(ahead, self.size)) | 1) & ((1 << self.size) - 1)
             self._top = counter
             return True
+        if -ahead >= self.size:
+            return False
         bit = 1 << -ahead
-        if -ahead >= self.size or self._seen & bit:
+        if self._seen & bit:
             return False
         self._seen |= bit
         return True
