@@ -44,9 +44,7 @@ def test_all_group_settings_come_along_with_their_types():
 
 def test_betas_stay_a_tuple_and_a_tensor_learning_rate_a_tensor():
     model = nn.Linear(3, 2)
-    donor = torch.optim.AdamW(
-        model.parameters(), lr=torch.tensor(0.25), betas=(0.5, 0.75), foreach=False
-    )
+    donor = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), betas=(0.5, 0.75), foreach=False)
     source = snap(TrainingState(model, [donor]))
     other = nn.Linear(3, 2)
     joiner = torch.optim.AdamW(other.parameters(), lr=torch.tensor(1.0))

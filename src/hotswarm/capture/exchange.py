@@ -84,6 +84,7 @@ def to_dict(source: SnapshotSource, *, kind: str | None = None, model: Literal["
         "optimizer_class": inner.get("optimizer", {}).get("class"),
         "optimizers": others,
         "trainer": inner.get("trainer"),
+        "outer_hyper": outer["hyper"] if outer is not None else None,
         "global": inner.get("optimizer", {}).get("global", {}),
     }
     return result
@@ -150,6 +151,8 @@ def _from_dict(checkpoint: Mapping[str, Any], state: TrainingState) -> IncomingS
         inner["trainer"] = own.get("trainer") or {"stats": dict(diloco["stats"]), "phase": diloco["phase"]}
         if diloco["initial_weights"]:
             sections["outer"] = _outer(diloco, counters)
+            if own.get("outer_hyper") is not None:
+                sections["outer"]["hyper"] = own["outer_hyper"]
     private = {key: promise_tensors(checkpoint[key]) for key in ("rng", "dataloader") if key in checkpoint}
     if private:
         sections["private"] = private
@@ -210,7 +213,10 @@ def _outer(diloco: Mapping[str, Any], counters: Counters) -> Tree:
         }
         settings = saved["param_groups"][0]
     else:
-        buffers = dict(next((value for value in saved.values() if isinstance(value, Mapping)), {}))
+        sets = (
+            [saved["velocity"]] if "velocity" in saved else [one for one in saved.values() if isinstance(one, Mapping)]
+        )
+        buffers = dict(sets[0]) if sets else {}
         settings = saved
     return {
         "params": promise_tensors(weights, "param"),
