@@ -37,7 +37,7 @@ def client_of(state_dir: Path) -> ControlClient:
     return client
 
 
-def run_cli(*words: str | Path, timeout_s: float = 60.0, **popen: Any) -> subprocess.CompletedProcess[str]:
+def run_cli(*words: str | Path, timeout_s: float = 30.0, **popen: Any) -> subprocess.CompletedProcess[str]:
     """Run `swarm-node` to its end."""
     argv = [*SWARM_NODE, *map(str, words)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False, **popen)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from hotswarm.config import NodeConfig, Settings
 from hotswarm.errors import ControlError
-from hotswarm.swarm.control import ControlClient
+
+if TYPE_CHECKING:
+    from hotswarm.swarm.control import ControlClient
 
 STOP_TIMEOUT_S = 15.0
 
 
 def find(settings: Settings) -> ControlClient | None:
     """The daemon of the state directory, when one runs."""
+    from hotswarm.swarm.control import ControlClient
+
     return ControlClient.find(settings.config.state_dir)
 
 
@@ -31,8 +37,6 @@ def require(settings: Settings) -> ControlClient:
 @contextmanager
 def running(settings: Settings) -> Iterator[ControlClient]:
     """The daemon that runs, or one that runs as long as this block does."""
-    import os
-
     client = find(settings)
     if client is not None:
         yield client

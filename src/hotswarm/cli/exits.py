@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from hotswarm.cli.output import OutputClosedError
 from hotswarm.errors import HotswarmError
 
 OK, FAILED, USAGE, PARTIAL, NO_SNAPSHOT, LOCKED = 0, 1, 2, 3, 10, 11
@@ -54,8 +55,8 @@ def run_mapped(run: Callable[[], int], *, as_json: bool) -> int:
         return report("UsageError", f"{message.rstrip('.')}{hint}", USAGE, as_json=as_json)
     except (KeyboardInterrupt, typer.Abort):
         return report("Interrupted", "interrupted", INTERRUPTED, as_json=as_json)
-    except BrokenPipeError:  # `swarm-node snapshots | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OutputClosedError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return OK
     except Exception as error:  # noqa: BLE001  an unknown failure is a failure, told in one line like any other
         if os.environ.get("HOTSWARM_DEBUG"):

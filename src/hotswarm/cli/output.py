@@ -11,16 +11,32 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 
+class OutputClosedError(Exception):
+    """Nobody reads stdout any more (`… | head`). Not a BrokenPipeError, which typer would turn into exit code 1."""
+
+
+def line(text: str) -> None:
+    """One line on stdout."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise OutputClosedError from None
+
+
 def print_json(data: Any) -> None:
     """One JSON object (indented when a person looks at it)."""
-    print(json.dumps(data, indent=2 if sys.stdout.isatty() else None), flush=True)
+    line(json.dumps(data, indent=2 if sys.stdout.isatty() else None))
 
 
 def console() -> Console:
     """stdout; without colours, and wide, when it is no terminal."""
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    class Honest(Console):
+        def on_broken_pipe(self) -> None:
+            raise OutputClosedError  # rich would exit with 1
+
+    return Honest(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,9 @@ from hotswarm.cli import daemon, exits, output
 from hotswarm.cli.options import JsonFlag, node_options
 from hotswarm.config import Inner, Mode, Settings, as_enum
 from hotswarm.errors import NoSnapshot
-from hotswarm.swarm.model import RecoverOutcome, RecoverRequest
+
+if TYPE_CHECKING:
+    from hotswarm.swarm.model import RecoverOutcome
 
 Json = dict[str, Any]
 
@@ -32,6 +34,8 @@ def recover(
     as_json: JsonFlag = False,
 ) -> None:
     """Fetch the freshest state into the local store; a trainer that starts here then finds it."""
+    from hotswarm.swarm.model import RecoverRequest
+
     request = RecoverRequest(
         mode=as_enum(Mode, mode, "mode").value,
         inner=as_enum(Inner, inner, "inner").value,

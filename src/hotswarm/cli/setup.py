@@ -51,9 +51,9 @@ def keygen(
     if as_json:
         output.print_json({"swarm_key": str(key), "made": made, "join_file": None if join is None else str(join)})
         return
-    print(f"{key}: {'made' if made else 'kept as it was'}; copy it to every member over a safe channel")
+    output.line(f"{key}: {'made' if made else 'kept as it was'}; copy it to every member over a safe channel")
     if join is not None:
-        print(f"{join}: made; on a new machine: swarm-node --join-file {join.name}")
+        output.line(f"{join}: made; on a new machine: swarm-node --join-file {join.name}")
 
 
 config_app = typer.Typer(no_args_is_help=True, help="Settings.", add_completion=False)
@@ -94,4 +94,4 @@ def version(as_json: JsonFlag = False) -> None:
         output.print_json(versions)
     else:
         rest = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "hotswarm")
-        print(f"swarm-node {versions['hotswarm']} ({rest})")
+        output.line(f"swarm-node {versions['hotswarm']} ({rest})")

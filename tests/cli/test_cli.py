@@ -1,0 +1,285 @@
+"""`swarm-node` as people and programs use it: verbs, exit codes, one-line errors, JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "swarm"))
+from daemons import SWARM_NODE, client_of, run_cli, start_daemon
+from little_trainer import LittleState, LittleTrainer
+
+from hotswarm.cli import exits, options
+from hotswarm.cli.main import with_default_verb
+from hotswarm.config import option_names
+from hotswarm.store.files import FileStore
+
+
+def store_steps(state_dir: Path, *numbers: int) -> list[str]:
+    """A daemon's work: snapshots of these steps; their ids."""
+    trainer = LittleTrainer(state_dir, LittleState())
+    trainer.attach()
+    found = [trainer.session.flush(trainer.capture(number), 20.0).snapshot_id for number in numbers]
+    trainer.session.close()
+    return found
+
+
+def damage(state_dir: Path, snapshot_id: str) -> None:
+    """Flip a bit in the middle of a pack of the snapshot."""
+    with FileStore(state_dir).open(snapshot_id) as source:
+        pack = state_dir / "runs" / "default" / "packs" / source.stored.placements["inner"].pack
+    with open(pack, "r+b") as file:
+        file.seek(pack.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+# ---------------------------------------------------------------- shape
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ([], ["serve"]),
+        (["--peers", "a:1"], ["serve", "--peers", "a:1"]),
+        (["--version"], ["version"]),
+        (["--help"], ["--help"]),
+        (["status", "--json"], ["status", "--json"]),
+        (["serve"], ["serve"]),
+    ],
+)
+def test_serve_is_the_verb_that_need_not_be_written(given, meant):
+    assert with_default_verb(given) == meant
+
+
+def test_every_option_has_a_flag_with_a_help_text():
+    assert set(options.HELP) == set(option_names())
+    text = run_cli("serve", "--help", env={**os.environ, "COLUMNS": "200"}).stdout
+    for name in option_names():
+        assert "--" + name.replace("_", "-") in text
+    assert run_cli("--help").returncode == 0
+
+
+def test_version_is_quick_and_imports_nothing_heavy():
+    done = run_cli("version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("swarm-node 0.")
+    assert "torch" in json.loads(run_cli("version", "--json").stdout)
+    code = (
+        "import sys\nfrom hotswarm.cli.main import main\nmain(['version'])\n"
+        "print([name for name in ('torch', 'grpc', 'aiohttp', 'uvloop', 'kademlia', 'blake3') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--peers", "nonsense"], 2, "peers: 'nonsense' is not HOST:PORT"),
+        (["--pers", "a:1"], 2, "--peers"),
+        (["statsu"], 2, "status"),
+        (["--listen", "10.1.2.3:7411"], 12, "swarm key"),
+        (["--peers", "node.example:7411", "--listen", "127.0.0.1:0"], 12, "keygen"),
+        (["--swarm-key", "/nonexistent/key", "--listen", "127.0.0.1:0"], 12, "/nonexistent/key"),
+        (["--run", "../x"], 2, "run name"),
+        (["--http", "0.0.0.0:1"], 2, "--http-token-file"),
+        (["--join", "secret"], 2, "stdin"),
+        (["--socket-group", "no-such-group", "--listen", "127.0.0.1:0"], 2, "no group"),
+        (["status"], 1, "no daemon runs"),
+        (["healthcheck"], 1, "no daemon runs"),
+        (["verify"], 10, "holds no snapshot"),
+        (["verify", "abcd"], 10, "abcd"),
+        (["recover", "--mode", "best"], 2, "auto, resume, outer, clone"),
+        (["recover", "--inner", "best"], 2, "adopt"),
+        (["config", "show", "--upload-slots", "0"], 2, "at least 1"),
+        (["keygen", "--join-file", "j"], 2, "--peers"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_exit_code(short_dir, words, code, says):
+    env = {**os.environ, "HOTSWARM_STATE_DIR": str(short_dir / "state")}
+    done = run_cli(*words, env=env, cwd=short_dir)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("swarm-node: ")]
+    assert len(lines) == 1
+    assert says in lines[0]
+    assert "Traceback" not in done.stderr
+    assert not (short_dir / "j").exists()
+
+
+def test_with_json_errors_are_json(short_dir):
+    done = run_cli("status", "--json", "--state-dir", short_dir)
+    assert done.returncode == 1
+    error = json.loads(done.stderr)["error"]
+    assert (error["type"], error["exit_code"]) == ("ControlError", 1)
+    done = run_cli("snapshots", "--json", "--nonsense")
+    assert (done.returncode, json.loads(done.stderr)["error"]["exit_code"]) == (2, 2)
+    assert exits.wants_json(["a", "--json"])
+    assert not exits.wants_json(["run", "--", "--json"])
+
+
+def test_an_unknown_key_in_a_file_names_the_nearest(short_dir):
+    (short_dir / "hotswarm.toml").write_text("peeers = 'a:1'\n")
+    done = run_cli("config", "show", cwd=short_dir)
+    assert done.returncode == 2
+    assert "did you mean 'peers'?" in done.stderr
+
+
+# ---------------------------------------------------------------- looking
+
+
+def test_config_show_says_where_each_value_comes_from(short_dir):
+    (short_dir / "hotswarm.yaml").write_text("run: from-file\n")
+    env = {**os.environ, "HOTSWARM_NAME": "from-env"}
+    done = run_cli("config", "show", "--origin", "--json", "--upload-slots", "9", env=env, cwd=short_dir)
+    shown = json.loads(done.stdout)
+    assert shown["run"] == {"value": "from-file", "origin": f"file {short_dir / 'hotswarm.yaml'}"}
+    assert shown["name"] == {"value": "from-env", "origin": "env HOTSWARM_NAME"}
+    assert shown["upload_slots"] == {"value": 9, "origin": "flag --upload-slots"}
+    assert shown["peers"] == {"value": [], "origin": "default"}
+    text = run_cli("config", "show", "--origin", env=env, cwd=short_dir).stdout
+    assert "from-env" in text
+    assert "env HOTSWARM_NAME" in text
+
+
+def test_the_state_of_a_node_with_and_without_its_daemon(processes, short_dir):
+    state_dir = short_dir / "state"
+    daemon = start_daemon(processes, state_dir, "--name", "alice")
+    at = ("--state-dir", state_dir)
+    assert run_cli("snapshots", *at).stdout.strip() == "no snapshots yet"
+    ids = store_steps(state_dir, 5, 6)
+    status = json.loads(run_cli("status", "--json", *at).stdout)
+    assert (status["name"], status["pid"], status["snapshots"]) == ("alice", daemon.pid, 2)
+    assert status["listen"].startswith("127.0.0.1:")
+    assert status["newest"]["snapshot_id"] == ids[1]
+    text = run_cli("status", *at).stdout
+    assert "alice" in text
+    assert "outer 1, inner 2" in text
+    assert run_cli("healthcheck", *at).returncode == 0
+    assert json.loads(run_cli("healthcheck", "--json", *at).stdout)["ready"] is True
+    for alive in (True, False):
+        listed = json.loads(run_cli("snapshots", "--json", *at).stdout)["snapshots"]
+        assert [item["snapshot_id"] for item in listed] == ids
+        assert ids[0] in run_cli("snapshots", *at).stdout
+        verified = json.loads(run_cli("verify", "--json", *at).stdout)["snapshots"]
+        assert [item["error"] for item in verified] == [None, None]
+        assert run_cli("verify", ids[0][:8], *at).returncode == 0
+        if alive:
+            daemon.send_signal(signal.SIGTERM)
+            assert daemon.wait(20) == 0
+    damage(state_dir, ids[1])
+    done = run_cli("verify", *at)
+    assert done.returncode == 13
+    assert ids[1] in done.stdout
+    assert "chunk" in done.stdout
+    assert run_cli("verify", ids[0], *at).returncode == 0
+    assert run_cli("healthcheck", *at).returncode == 1
+
+
+def test_doctor_finds_nothing_wrong_here_and_what_is_wrong_elsewhere(processes, short_dir):
+    done = run_cli("doctor", "--state-dir", short_dir / "state", "--listen", "127.0.0.1:0")
+    assert done.returncode == 0, done.stdout
+    start_daemon(processes, short_dir / "one")
+    listen = client_of(short_dir / "one").status()["listen"]
+    done = run_cli("doctor", "--json", "--state-dir", short_dir / "two", "--listen", listen, "--swarm-key", "/no/key")
+    assert done.returncode == 1
+    findings = {item["check"]: item for item in json.loads(done.stdout)["findings"]}
+    assert findings["swarm key"]["state"] == "failed"
+    assert findings["TCP port"]["state"] == "failed"
+    assert "in use" in findings["TCP port"]["detail"]
+    assert not (short_dir / "two").exists()
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_keygen_makes_a_key_once_and_a_join_file_for_it(short_dir):
+    done = run_cli("keygen", "--peers", "10.0.0.5:7411,10.0.0.6:7411", cwd=short_dir)
+    assert done.returncode == 0, done.stderr
+    key, join = short_dir / "swarm.key", short_dir / "swarm.join"
+    for path in (key, join):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    secret = key.read_text().splitlines()[-1]
+    assert len(base64.b64decode(secret, validate=True)) == 32
+    assert secret in join.read_text()
+    assert "10.0.0.6:7411" in join.read_text()
+    assert secret not in done.stdout + done.stderr
+    assert run_cli("keygen", cwd=short_dir).returncode == 0
+    assert key.read_text().splitlines()[-1] == secret
+    assert run_cli("keygen", "--peers", "a:1", cwd=short_dir).returncode == 2
+    second = run_cli("keygen", "--json", "--peers", "a:1", "--join-file", "second.join", cwd=short_dir)
+    assert json.loads(second.stdout) == {"swarm_key": "swarm.key", "made": False, "join_file": "second.join"}
+    assert secret in (short_dir / "second.join").read_text()
+
+
+def test_a_join_token_comes_from_stdin_and_stays_in_the_state_directory(processes, short_dir):
+    assert run_cli("keygen", "--peers", "127.0.0.1:9", cwd=short_dir).returncode == 0
+    state_dir = short_dir / "state"
+    with (short_dir / "swarm.join").open() as token:
+        start_daemon(processes, state_dir, "--join", "-", stdin=token)
+    kept = state_dir / "swarm.join"
+    assert kept.read_text() == (short_dir / "swarm.join").read_text()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    done = run_cli("serve", "--join", "-", "--state-dir", short_dir / "other", input="nonsense\n")
+    assert done.returncode == 12
+    assert "nonsense" not in done.stderr
+
+
+# ---------------------------------------------------------------- serving
+
+
+def test_logs_can_be_json_and_stdout_stays_empty(processes, short_dir):
+    state_dir = short_dir / "state"
+    with (short_dir / "out").open("wb") as out, (short_dir / "err").open("wb") as err:
+        daemon = start_daemon(processes, state_dir, "--log-format", "json", stdout=out, stderr=err)
+        daemon.send_signal(signal.SIGTERM)
+        assert daemon.wait(20) == 0
+    assert (short_dir / "out").read_bytes() == b""
+    lines = [json.loads(line) for line in (short_dir / "err").read_text().splitlines()]
+    assert any("listens on" in line["message"] for line in lines)
+    assert {"time", "level", "logger", "message"} <= lines[0].keys()
+
+
+def test_the_service_manager_is_told_when_the_node_is_ready(processes, short_dir):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(short_dir / "notify"))
+        manager.settimeout(20)
+        env = {**os.environ, "NOTIFY_SOCKET": str(short_dir / "notify")}
+        start_daemon(processes, short_dir / "state", env=env)
+        assert manager.recv(100) == b"READY=1"
+
+
+def test_top_shows_the_status_until_it_is_interrupted(processes, short_dir):
+    state_dir = short_dir / "state"
+    start_daemon(processes, state_dir, "--name", "bob")
+    top = processes.start([*SWARM_NODE, "top", "--state-dir", state_dir, "--every", "0.1"])
+    deadline = time.monotonic() + 20
+    time.sleep(1.5)
+    top.send_signal(signal.SIGINT)
+    assert top.wait(max(1.0, deadline - time.monotonic())) == 130
+    assert "bob" in processes.log_of(top)
+
+
+def test_closing_the_pipe_early_is_no_error(processes, short_dir):
+    for words in (["config", "show", "--origin"], ["config", "show", "--json"], ["version"]):
+        with open(short_dir / "err", "w+b") as err:
+            process = subprocess.Popen([*SWARM_NODE, *words], stdout=subprocess.PIPE, stderr=err, cwd=short_dir)
+            process.stdout.close()
+            assert process.wait(30) == 0, words
+            err.seek(0)
+            assert err.read() == b"", words
