@@ -80,13 +80,20 @@ def healthy() -> Json:
     killed = _steps("b", 1, 1, 24, 5.5)
     killed.insert(10, _snapshot("b", 1, 10, 6.5))
     life("b", 1, _start(-3.0), _round("b", 0, 0.0), killed)
-    resumed = _recovered(9.6, 1, 10, _digests(1, "b", H + 10), mode="resume")
+    resumed = _recovered(9.6, 1, 10, _digests(1, "b", H + 10), mode="auto", action="resume")
     back = [*_steps("b", 1, 11, H, 9.7), _sync("b", 2, 10.5), _snapshot("b", 2, 0, 10.51)]
     life("b", 2, _start(8.0), [resumed], back, _round("b", 2, 11.0), _round("b", 3, 16.5), end)
     life("c", 1, _start(-3.0), _round("c", 0, 0.0), _round("c", 1, 5.5), _steps("c", 2, 1, 5, 11.0))
     donors = {NODE["a"]: 6_000_000, NODE["b"]: 14_000_000}
     joined = _recovered(
-        14.0, 2, 0, {**_digests(2, "b", 2 * H + 10), "params": "x"}, mode="outer", donors=donors, bytes=20_000_000
+        14.0,
+        2,
+        0,
+        {**_digests(2, "b", 2 * H + 10), "params": "x"},
+        mode="auto",
+        action="outer",
+        donors=donors,
+        bytes=20_000_000,
     )
     joined["report"] |= {"inner_donor": NODE["b"], "agreement": "agreed"}
     first = _steps("c", 2, 36, H, 14.4)

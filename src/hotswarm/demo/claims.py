@@ -86,12 +86,12 @@ def resumed_from_memory(record: Record, act: Event) -> Claim:
         return Claim(sentence, False, f"no snapshot was captured at {restored.position()}")
     same = captured[-1].mapping("digests") == restored.mapping("digests") != {}
     moved = report.get("bytes", 0)
-    held = same and moved == 0 and report.get("mode") == "resume"
+    held = same and moved == 0 and report.get("action") == "resume"
     outer, inner, training = restored.position()
     return Claim(
         sentence,
         held,
-        f"mode {report.get('mode')}, outer {outer}, inner {inner}, step {training}; {moved} bytes from peers; "
+        f"mode {report.get('action')}, outer {outer}, inner {inner}, step {training}; {moved} bytes from peers; "
         f"digests {'equal' if same else 'differ'}",
     )
 

@@ -81,7 +81,7 @@ class Life:
         for event in self.events:
             if event.kind == "step":
                 return found
-            if event.kind == "recovered":
+            if event.kind == "recovered" and event.mapping("report").get("action") != "fresh":
                 found = event
         return found
 

@@ -110,7 +110,7 @@ def run(options: Options, console: Console) -> int:
 
     def say(mark: Event) -> None:
         row = timeline.mark_row(mark, began_at)
-        console.print(Text(f"{row.at_s:6.1f} s  {row.label:<2} {row.what}", style=row.style))
+        console.print(Text(f"{row.at_s:6.1f} s  {row.label:<5} {row.what}", style=row.style))
 
     work = Path(tempfile.mkdtemp(prefix="hs-demo-"))
     try:
@@ -137,7 +137,7 @@ def run(options: Options, console: Console) -> int:
 def calibrate(cluster: Cluster) -> Settings:
     """Measures step time and restart time at full load, on throwaway nodes."""
     cluster.mark("note", what="calibrating: three trainers at once, one killed and restarted")
-    nodes = [Node(label, cluster.work / f"calibrate-{label}") for label in LABELS]
+    nodes = [Node(f"calibrate-{label}", cluster.work / f"calibrate-{label}") for label in LABELS]
     start = cluster.work / "calibrate"
     start.touch()
     cluster.start_daemons(nodes, {"run": "calibrate"})
@@ -162,13 +162,14 @@ def calibrate(cluster: Cluster) -> Settings:
     cluster.kill(nodes[0], "trainer")
     tail = cluster.start_trainer(nodes[0], _calibration_options(0, start))
     first = cluster.until(lambda: tail.first("step"), STUCK_S, "the restarted trainer's first step", watched)
-    if tail.first("recovered") is None:
+    if first.integer("training") == 1:
         raise DemoError(f"the restarted trainer did not resume; see {cluster.logs}")
     for node in nodes:
         cluster.kill(node, "trainer")
         cluster.kill(node, "daemon")
     settings = Settings(step_s, first.at - killed_at, snapshot_bytes)
     cluster.marks.clear()
+    cluster.node_labels.clear()
     cluster.mark(
         "note",
         what=f"calibrated: {1000 * step_s:.0f} ms per step, {settings.restart_s:.1f} s from kill to first step, "
@@ -333,13 +334,13 @@ class Stage:
 
 
 def _under_way(tail: Tail) -> Event | None:
-    """The newest progress line of a fetch that is between a fifth and two thirds done, and knows its inner donor."""
+    """The newest progress line of a fetch that is between 30 % and 70 % done, and knows its inner donor."""
     event = tail.last("progress")
     if event is None:
         return None
     progress = event.mapping("progress")
     total = progress.get("total") or 0
-    under_way = progress.get("phase") == "fetch" and total and 0.2 <= progress.get("bytes", 0) / total <= 0.67
+    under_way = progress.get("phase") == "fetch" and total and 0.3 <= progress.get("bytes", 0) / total <= 0.7
     return event if under_way and progress.get("inner_donor") else None
 
 

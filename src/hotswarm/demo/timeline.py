@@ -31,7 +31,7 @@ class Comeback:
 
     name: str
     label: str
-    mode: str
+    mode: str  # what the recovery did: resume, outer, clone, own or fresh
     away_s: float | None  # kill -> first step; None: it never stepped again
     steps_redone: int  # trained before the kill and trained again
     steps_lost: int  # trained before the kill and in nobody's state after
@@ -88,7 +88,7 @@ def comebacks(record: Record) -> list[Comeback]:
             Comeback(
                 name=str(act.data["name"]),
                 label=label,
-                mode=str(report.get("mode", "fresh")),
+                mode=str(report.get("action", "fresh")),
                 away_s=first.at - act.at if first else None,
                 steps_redone=redone,
                 steps_lost=lost,
@@ -135,27 +135,24 @@ def show(record: Record, claims: Iterable[Claim], console: Console, lenient_cloc
     for row in rows(record):
         timeline.add_row(f"{row.at_s:.1f}", row.label, Text(row.what, style=row.style))
     console.print(timeline)
-    console.print()
 
-    costs = Table(title="What each loss cost", title_justify="left", box=None, pad_edge=False)
-    for heading in ("lost", "node", "mode", "away", "steps redone", "steps lost", *PHASES, "bytes from"):
-        costs.add_column(heading, justify="left" if heading in ("lost", "node", "mode", "bytes from") else "right")
+    console.print("\n[italic]What each loss cost[/italic]")
     for back in comebacks(record):
-        away = "–" if back.away_s is None else f"{back.away_s:.1f} s"
-        donors = ", ".join(f"{name} {count / 1e6:.1f} MB" for name, count in sorted(back.donors.items())) or "–"
-        phases = [f"{back.phases_s[name]:.2f} s" for name in PHASES]
-        lost = back.name.removeprefix("lost ")
-        costs.add_row(lost, back.label, back.mode, away, str(back.steps_redone), str(back.steps_lost), *phases, donors)
-    console.print(costs)
-    console.print()
-
-    console.print(Text("Claims", style="italic"))
-    for claim in claims:
-        held, late = claim.held, claim.clock_bound and lenient_clock
-        word, style = ("held", "green") if held else ("LATE", "yellow") if late else ("FAILED", "bold red")
+        away = "never came back" if back.away_s is None else f"trains again after {back.away_s:.1f} s"
+        console.print(Text(f"{back.label}, {back.name}: {away}, mode {back.mode}", style="bold"))
+        console.print("    " + ", ".join(f"{name} {back.phases_s[name]:.2f} s" for name in PHASES))
+        donors = ", ".join(f"{count / 1e6:.1f} MB from {name}" for name, count in sorted(back.donors.items()))
         console.print(
-            Text(f"{word:>6} ", style=style).append(claim.sentence, style="").append(f"  {claim.detail}", "dim")
+            f"    {back.steps_redone} steps replayed, {back.steps_lost} lost; {donors or 'nothing came from peers'}"
+            + (f", {back.bytes_wasted / 1e6:.1f} MB wasted" if back.bytes_wasted else "")
         )
+
+    console.print("\n[italic]Claims[/italic]")
+    for claim in claims:
+        late = claim.clock_bound and lenient_clock
+        word, style = ("held", "green") if claim.held else ("LATE", "yellow") if late else ("FAILED", "bold red")
+        console.print(Text(f"{word:>6} ", style=style).append(claim.sentence, style="default"))
+        console.print(Text(f"       {claim.detail}", style="dim"))
 
 
 def _row(record: Record, event: Event, label: str, what: str, style: str = "") -> Row:
@@ -164,7 +161,7 @@ def _row(record: Record, event: Event, label: str, what: str, style: str = "") -
 
 def _recovery_text(record: Record, restored: Event) -> str:
     told = restored.mapping("report")
-    text = f"restored, mode {told.get('mode')}"
+    text = f"restored, mode {told.get('action')}"
     if told.get("donors"):
         parts = [f"{count / 1e6:.1f} MB from {record.name_of(node)}" for node, count in told["donors"].items()]
         text += ", " + " and ".join(sorted(parts)) + f", {told.get('agreement')}"
@@ -192,9 +189,8 @@ def _steps(before: Life, after: Life) -> tuple[int, int]:
     """(steps trained twice, steps trained for nothing) of a life that ended and the one that followed it."""
     trained = {event.position() for event in before.of("step")}
     restored = after.restored()
-    mode = restored.mapping("report").get("mode") if restored else None
     redone = len(trained & {event.position() for event in after.of("step")})
-    if mode == "resume":
+    if restored is not None and restored.mapping("report").get("action") == "resume":
         return redone, 0
     last_sync = before.last("sync")
     kept = last_sync.integer("outer") if last_sync else 0
