@@ -70,7 +70,7 @@ def test_a_replica_that_did_not_recover_is_healed_by_the_swarm_and_nothing_of_it
 ) -> None:
     swarm = cluster(3, min_replicas=2, join_timeout_ms=20_000)
     go = swarm.root / "go"
-    common = {"sync_every": H, "rounds": 6, "start_file": str(go)}
+    common = {"sync_every": H, "rounds": 10_000, "start_file": str(go)}
     donors = [swarm.replica(index, step_s=0.1, **common) for index in (0, 1)]
     for donor in donors:
         donor.wait_for("ready")
@@ -81,12 +81,11 @@ def test_a_replica_that_did_not_recover_is_healed_by_the_swarm_and_nothing_of_it
     healed = late.wait_for("sync")
     assert healed["committed"]
     assert healed["heals"] == [0, 1]
-    agree(healed, *(donor.wait_for("sync", outer=healed["outer"]) for donor in donors))
+    for outer in (healed["outer"], healed["outer"] + 2):
+        agree(*(each.wait_for("sync", outer=outer) for each in (*donors, late)))
     for each in (*donors, late):
-        each.finish(60)
         assert each.events("user_load") == []
         assert all(sync["committed"] for sync in each.events("sync"))
-    agree(*(each.events("sync")[-1] for each in (*donors, late)))
 
 
 def test_replicas_that_were_initialised_differently_start_from_the_one_that_torchft_chose(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotswarm.swarm.control import ControlClient
+
+SWARM_NODE = [sys.executable, "-P", "-m", "hotswarm.cli.main"]
 SCRIPT = Path(__file__).parent / "torchft_replica.py"
 ALONE = {"announce_to_dht": False, "serve_to_peers": False}  # no daemon at all: the local store only
 
@@ -82,29 +84,27 @@ class Cluster:
         return Running(child, path)
 
     def daemon(self, index: int, *, key: Path, peers: list[str] | None = None) -> str:
-        """A sidecar for replica `index`; its address once it listens."""
-        command = [sys.executable, "-m", "hotswarm.cli.main", "serve", "--state-dir", self.state_dir(index)]
-        command += ["--listen", "127.0.0.1:0", "--swarm-key", key, "--run", "torchft-test", "--name", f"r{index}"]
+        """A sidecar for replica `index`; its address once it answers."""
+        state_dir = self.state_dir(index)
+        command: list[str | Path] = [*SWARM_NODE, "serve", "--state-dir", state_dir, "--listen", "127.0.0.1:0"]
+        command += ["--swarm-key", key, "--run", "torchft-test", "--name", f"r{index}"]
         if peers:
             command += ["--peers", ",".join(peers)]
-        self.state_dir(index).mkdir(exist_ok=True)
         child = self._start(command)
-        lock = self.state_dir(index) / "daemon.lock"
-        deadline_at = time.monotonic() + 20
+        deadline_at = time.monotonic() + 30
         while True:
-            try:
-                listen = json.loads(lock.read_text(encoding="utf-8")).get("listen")
-                if listen and not str(listen).endswith(":0"):
-                    return str(listen)
-            except (FileNotFoundError, ValueError):
-                pass
+            client = ControlClient.find(state_dir)
+            if client is not None:
+                status = client.status()
+                if status["pid"] == child.pid:
+                    return str(status["listen"])
             assert child.poll() is None, f"the daemon ended with {child.returncode}: {child.log.read_text()[-2000:]}"
-            assert time.monotonic() < deadline_at, "the daemon does not listen"
+            assert time.monotonic() < deadline_at, "the daemon does not answer"
             time.sleep(0.05)
 
     def key(self) -> Path:
         """A swarm key file, made by the command."""
         path = self.root / "swarm.key"
-        command = [sys.executable, "-m", "hotswarm.cli.main", "keygen", "--out", path]
-        subprocess.run(command, check=True, capture_output=True, timeout=60, env=dict(os.environ))
+        command = [*SWARM_NODE, "keygen", "--swarm-key", str(path)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
         return path
