@@ -159,6 +159,26 @@ def test_stop_withdraws_the_record_everywhere():
     run("asyncio", main())
 
 
+def test_stop_withdraws_even_while_an_announcement_waits_for_dead_nodes():
+    async def main():
+        async with swarm() as s:
+            a, b, *dead = await s.mesh(4)
+            for n in dead:
+                await n.stop(withdraw=False)
+            announcing = asyncio.create_task(a.publish(Announcement((a.address,), outer_step=3)))
+            await until(lambda: any(r.signed.record.outer_step == 3 for r in b.known()), 5, "the new record")
+            assert not announcing.done()
+            began = time.monotonic()
+            await a.stop()
+            assert time.monotonic() - began < 2
+            assert a.identity.node_id not in signers(b.known())
+            await announcing
+            await asyncio.sleep(0.2)
+            assert a.identity.node_id not in signers(b.known()), "nor does the late one bring it back"
+
+    run("asyncio", main())
+
+
 def test_a_record_is_refreshed_with_a_new_seq_before_it_ends():
     async def main():
         async with swarm() as s:

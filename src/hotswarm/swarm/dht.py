@@ -15,7 +15,7 @@ import errno
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 PUBLISH_TIMEOUT_S = 8.0  # a crawl through dead nodes and one round of stores
 WITHDRAW_TIMEOUT_S = 0.5
+RESTART_PAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class RunDirectory:
         )
         self._announcement: Announcement | None = None
         self._seq = cache.seq
+        self._met = -1  # the highest seq met in a record of this node that it does not remember making
         self._stored_on = 0
         self._published_at = 0.0
         self._publishing = asyncio.Lock()
@@ -128,8 +130,8 @@ class RunDirectory:
         name = self._server.transport.get_extra_info("sockname")
         self.address = (str(name[0]), int(name[1]))
         near = self._bootstrap
-        for work in (near.bootstrap(), near.keep_alive(), near.save_regularly(), self._refresh()):
-            self._tasks.append(asyncio.get_running_loop().create_task(work))
+        for work in (near.bootstrap, near.keep_alive, near.save_regularly, self._refresh):
+            self._tasks.append(asyncio.get_running_loop().create_task(_for_ever(work)))
         return self.address[1]
 
     async def stop(self, *, withdraw: bool = True) -> None:
@@ -157,38 +159,40 @@ class RunDirectory:
         """Announce this node from now on. Returns how many others hold the record; 0 when alone, which is no error."""
         self._announcement = announcement
         try:
-            return await self._put(self.ttl_s)
+            return await self._put()
         finally:
             self._refresh_now.set()  # the refresh counts from here
 
     async def withdraw(self) -> None:
-        """Take the announcement back everywhere, at best effort and within a second."""
-        if self._announcement is None:
+        """Take the announcement back everywhere, at best effort and within half a second."""
+        said, self._announcement = self._announcement, None
+        if said is None:
             return
+        # Not behind the lock: a publish under way may be waiting for dead nodes. Its record has the lower seq.
         try:
-            await asyncio.wait_for(self._put(0), WITHDRAW_TIMEOUT_S)
+            await asyncio.wait_for(self._put_once(said, 0), WITHDRAW_TIMEOUT_S)
         except TimeoutError:
-            log.info("withdrawing the record took too long; it expires within %d s", self.ttl_s)
-        self._announcement = None
+            log.info("not every node took the withdrawal in time; there the record expires within %d s", self.ttl_s)
 
-    async def _put(self, ttl_s: int) -> int:
+    async def _put(self) -> int:
         async with self._publishing:
-            said = self._announcement
-            if said is None:
-                return 0
-            self._published_at = asyncio.get_running_loop().time()
-            shard = shard_of(self.identity.node_id)
             for _ in range(2):
-                self._seq = seq = max(self._seq + 1, self._wall_ms())
-                record = Record(
-                    seq, ttl_s, said.addresses, said.outer_step, said.inner_step, said.outer_digest, said.snapshot_bytes
-                )
-                stored = await asyncio.gather(*(self._put_under(keys[shard], record) for keys in self._keys))
-                if self._seq == seq:
+                said = self._announcement
+                if said is None:
+                    return 0
+                self._published_at = asyncio.get_running_loop().time()
+                self._stored_on = await self._put_once(said, self.ttl_s)
+                if self._met < self._seq:
                     break  # otherwise a record of this node with a higher seq was met: once more, above it
-            self._cache.seq = self._seq
-            self._stored_on = max(stored)
             return self._stored_on
+
+    async def _put_once(self, said: Announcement, ttl_s: int) -> int:
+        self._seq = self._cache.seq = max(self._seq + 1, self._met + 1, self._wall_ms())
+        record = Record(
+            self._seq, ttl_s, said.addresses, said.outer_step, said.inner_step, said.outer_digest, said.snapshot_bytes
+        )
+        shard = shard_of(self.identity.node_id)
+        return max(await asyncio.gather(*(self._put_under(keys[shard], record) for keys in self._keys)))
 
     async def _put_under(self, key: bytes, record: Record) -> int:
         """Store here first, so that this node alone is a directory of one; then at the nearest nodes known, at once,
@@ -342,11 +346,11 @@ class RunDirectory:
         try:
             if signed.signer == self.identity.node_id:
                 signed.check(key)
-                if signed.record.seq > self._seq:
+                if signed.record.seq > max(self._seq, self._met):
                     log.warning(
                         "this node's record was met with a higher seq (a lost state directory?); going on from it"
                     )
-                    self._seq = signed.record.seq
+                    self._met = signed.record.seq
                 return False
             before = len(self._storage.book)
             self._storage.book.merge(key, relayed, time.monotonic())
@@ -372,7 +376,7 @@ class RunDirectory:
             except TimeoutError:
                 pass  # a third of the time to live has passed
             self._storage.book.sweep(time.monotonic())
-            await self._put(self.ttl_s)
+            await self._put()
 
     # ------------------------------------------------------------ own address
 
@@ -390,3 +394,13 @@ class RunDirectory:
             return True  # bound to every address of the machine, and perhaps behind a port mapping
         # Bound to one: on the loopback nobody translates addresses; elsewhere it may be a mapping not known here.
         return not is_loopback(self.address[0]) and not is_loopback(address[0])
+
+
+async def _for_ever(work: Callable[[], Awaitable[None]]) -> None:
+    """A fault of ours in one of the tasks must not cut this node off for the rest of its life, nor go unseen."""
+    while True:
+        try:
+            await work()
+        except Exception:  # whatever it is, it is logged with its traceback, and the task starts again
+            log.exception("a task of the directory failed; starting it again in %.0f s", RESTART_PAUSE_S)
+            await asyncio.sleep(RESTART_PAUSE_S)
