@@ -43,9 +43,10 @@ def pattern(words: str, nbytes: int) -> bytes:
     """Bytes that look like float32 around 1, different in each block of 4 KiB: never NaN, no two chunks alike."""
     block = hashlib.shake_256(words.encode()).digest(1024)
     page = struct.pack("<1024f", *(1.0 + byte / 256 for byte in block))
+    salt = int.from_bytes(block[:4], "big") >> 9
     out = bytearray(page * (nbytes // len(page) + 1))
     for number in range(len(out) // len(page)):
-        struct.pack_into("<I", out, number * len(page), 0x3F800000 | number)
+        struct.pack_into("<II", out, number * len(page), 0x3F800000 | salt, 0x3F800000 | number)
     return bytes(out[:nbytes])
 
 
@@ -137,8 +138,8 @@ def arch_of(made: Made) -> bytes:
     return make_draft(made)[0].arch
 
 
-def open_store(root: Path, **retention: int) -> FileStore:
-    return FileStore(root, RUN, retention=Retention(**retention)).open_for_writing()
+def open_store(root: Path, *, run: str = RUN, **retention: int) -> FileStore:
+    return FileStore(root, run, retention=Retention(**retention)).open_for_writing()
 
 
 def fill(store: FileStore, identity: NodeIdentity, made: Made) -> SnapshotInfo:

@@ -21,7 +21,7 @@ from hotswarm.swarm.choose import Decision, LocalSnapshot, OwnState, choose
 from hotswarm.swarm.fetch import DonorsLost, Poisoned
 from hotswarm.swarm.model import Description, InnerSource, RecoverOutcome, RecoverRequest, ReportData
 from hotswarm.swarm.neighbours import Neighbours
-from hotswarm.swarm.transfer import Ledger, Transfer, moments_of
+from hotswarm.swarm.transfer import Ledger, Transfer, moments_of, refuse_other_model
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,10 @@ class Rejoin:
             try:
                 decision = await self._choose(answers, own)
             except RecoveryError as error:
+                await self._name_other_model(answers)
                 raise (problem or error) from error
+            if decision.action == "fresh":
+                await self._name_other_model(answers)
             if self.request.dry_run or not (decision.outer_donors or decision.inner):
                 if problem is not None and decision.action == "fresh":
                     raise problem  # there is a state to go on from; starting over would be a choice, and not ours
@@ -118,6 +121,15 @@ class Rejoin:
                 answers[:] = [fresh.get(answer.node, answer) for answer in answers]
         finally:
             self._took("choose", started)
+
+    async def _name_other_model(self, answers: Sequence[Description]) -> None:
+        """Nothing can be taken. If that is because the others train another model: Incompatible, with a name in it."""
+        for answer in answers:
+            for offer in answer.offers[:1]:
+                if self.request.arch and offer.arch and offer.arch != self.request.arch:
+                    client = self.neighbours.client(answer.node)
+                    signed = await client.manifest(offer.snapshot_id, self.request.timeout_s)
+                    refuse_other_model(self.request, signed.manifest, answer.node)
 
     def _usable(self, answers: Sequence[Description]) -> list[Description]:
         """The answers of nodes that are not left out for what they did before."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hotswarm.errors import Incompatible, LocalFailure, NotAuthorised, PeerMisbehaved, PeerUnavailable, StoreError
-from hotswarm.snapshot.manifest import SectionEntry, SignedManifest
+from hotswarm.snapshot.manifest import Manifest, SectionEntry, SignedManifest
 from hotswarm.snapshot.sections import ARCH_ROLES, first_difference
 from hotswarm.snapshot.tree import Leaf, TensorSpec
 from hotswarm.store.base import SnapshotInfo
@@ -89,7 +89,7 @@ class Transfer:
         """Fetch, keep, and say which snapshot it is and where moments come from."""
         source, signed = await self._first_manifest()
         self._signed = signed
-        self._check_arch(signed, source)
+        refuse_other_model(self._request, signed.manifest, source.node)
         adopt = self._decide_inner(signed, None)
         if adopt is not None:
             self._inner_source = adopt
@@ -169,22 +169,6 @@ class Transfer:
         else:
             return signed
         return None
-
-    def _check_arch(self, signed: SignedManifest, source: Source) -> None:
-        """Incompatible, before a tensor byte moves, when the snapshot is of another model."""
-        request, manifest = self._request, signed.manifest
-        if not request.arch or not manifest.arch or request.arch == manifest.arch:
-            return
-        difference = None
-        if request.names is not None:
-            mine = [Leaf(("model", n.name), TensorSpec(n.dtype, n.shape), n.role) for n in request.names]
-            section = manifest.sections.get("inner") or manifest.sections.get("outer")
-            theirs = [leaf for leaf in section.leaves if leaf.role in ARCH_ROLES] if section else []
-            difference = first_difference(mine, theirs)
-        raise Incompatible(
-            f"the snapshot of node {source.node} is of another model: {difference or 'the fingerprints differ'}; "
-            "nothing was fetched"
-        )
 
     # ------------------------------------------------------------ what is wanted
 
@@ -319,7 +303,7 @@ class Transfer:
 
     async def _switch_inner(self, source: Source, signed: SignedManifest) -> None:
         old, before = list(self._keys), self._inner
-        self._check_arch(signed, source)
+        refuse_other_model(self._request, signed.manifest, source.node)
         self._signed = signed
         self._fetch.replace(old, await self._inner_parts(signed, source))
         if before is not None and before is not self._inner:
@@ -377,6 +361,22 @@ class Transfer:
                 fetched_chunks=(tally.fetched_chunks if tally else 0) + (old.fetched_chunks if old else 0),
                 digest=partial.entry.digest,
             )
+
+
+def refuse_other_model(request: RecoverRequest, manifest: Manifest, node: str) -> None:
+    """Incompatible, before a tensor byte moves, when a snapshot is of another model than the one that asks."""
+    if not request.arch or not manifest.arch or request.arch == manifest.arch:
+        return
+    difference = None
+    if request.names is not None:
+        mine = [Leaf(("model", n.name), TensorSpec(n.dtype, n.shape), n.role) for n in request.names]
+        section = manifest.sections.get("inner") or manifest.sections.get("outer")
+        theirs = [leaf for leaf in section.leaves if leaf.role in ARCH_ROLES] if section else []
+        difference = first_difference(mine, theirs)
+    raise Incompatible(
+        f"the snapshot of node {node} is of another model: {difference or 'the fingerprints differ'}; "
+        "nothing was fetched"
+    )
 
 
 def moments_of(entry: SectionEntry) -> list[int]:
