@@ -53,7 +53,8 @@ def to_dict(source: SnapshotSource, *, kind: str | None = None, model: Literal["
     if model == "outer":
         if outer is None:
             raise Incompatible("the snapshot has no outer section")
-        weights.update(outer["params"])
+        moved = {id(weights[name]): tensor for name, tensor in outer["params"].items() if name in weights}
+        weights = {name: moved.get(id(tensor), tensor) for name, tensor in weights.items()}  # tied names go along
     result: Tree = {
         "checkpoint_type": kind or manifest.kind,
         "timestamp": manifest.time_ms / 1000,
@@ -231,6 +232,7 @@ def as_outer(incoming: IncomingState) -> IncomingState:
     if "outer" in incoming.sections:
         return incoming
     model = incoming.section("inner")["model"]
-    params = {name: promise for name, promise in model.items() if promise.role == "param"}
+    first = {id(promise): name for name, promise in reversed(model.items())}  # of tied names the first
+    params = {name: one for name, one in model.items() if one.role == "param" and first[id(one)] == name}
     outer = {"params": params, "momentum": {}, "hyper": {}, "outer_step": incoming.counters.outer_step}
     return replace(incoming, sections={**incoming.sections, "outer": outer})

@@ -28,11 +28,8 @@ def model_promises(
     _check_frozen(state, names)
     chosen: dict[str, Incoming] = {name: model[name] for name in names.params}
     if from_outer:
-        outer = state.section("outer")["params"]
-        strangers = sorted(set(outer) - set(names.params) - set(names.ties))
-        if strangers:
-            raise Incompatible(f"the outer copy in the snapshot has {strangers[0]!r}, which the model here has not")
-        chosen.update({name: promise for name, promise in outer.items() if name in names.params})
+        check_outer(state.section("outer"), names)
+        chosen.update(state.section("outer")["params"])
     if buffers:
         chosen.update({name: model[name] for name in names.buffers})
     for name, promise in chosen.items():
@@ -80,6 +77,19 @@ def _check_frozen(state: IncomingState, names: NamedTensors) -> None:
         if param.requires_grad == (name in there):
             here, over = ("trained", "frozen") if param.requires_grad else ("frozen", "trained")
             raise Incompatible(f"parameter {name} is {here} here and {over} in the snapshot; set requires_grad alike")
+
+
+def check_outer(outer: Tree | None, names: NamedTensors) -> None:
+    """Incompatible unless outer parameters and momentum belong to the parameters here (their dtype may differ)."""
+    for key in ("params", "momentum") if outer is not None else ():
+        assert outer is not None
+        for name, promise in outer[key].items():
+            live = names.params.get(name)
+            if live is None:
+                raise Incompatible(f"the outer {key} in the snapshot have {name!r}, which the model here has not")
+            if tuple(live.shape) != promise.spec.shape:
+                here = "x".join(map(str, live.shape)) or "scalar"
+                raise Incompatible(f"outer {key}: {name} is {here} here and {promise.spec} in the snapshot")
 
 
 def model_work(work: Work, chosen: Mapping[str, Incoming], names: NamedTensors) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from hotswarm.capture.diloco import Counters
 from hotswarm.capture.incoming import Incoming, IncomingState, Tree, materialise, promises_in
-from hotswarm.capture.into_model import model_promises, model_work
+from hotswarm.capture.into_model import check_outer, model_promises, model_work
 from hotswarm.capture.into_objects import attached_work, check_attached, check_loadable, loader_work
 from hotswarm.capture.into_optimizer import check_optimizer, empty_optimizer_work, groups_work, optimizer_work
 from hotswarm.capture.rng import apply_rng, check_rng
@@ -116,6 +116,7 @@ class Restorer:
             outer = incoming.sections.get("outer")
             if outer is None and parts.model == "outer":
                 raise Incompatible("the snapshot has no outer section, which this restore is about")
+            check_outer(outer, names)
             needed += promises_in(outer)
         if parts.private:
             self._check_private(incoming.sections.get("private", {}), needed)
