@@ -36,7 +36,11 @@ T = TypeVar("T")
 
 
 class DemoError(HotswarmError):
-    """The demo could not be played to its end; the message names the process and shows the end of its log."""
+    """The demo could not be played to its end. `shown` is the end of the log of the process that is to blame."""
+
+    def __init__(self, message: str, shown: str = "") -> None:
+        super().__init__(message)
+        self.shown = shown
 
 
 class Tail:
@@ -241,7 +245,8 @@ class Cluster:
                 if child.wanted and child.process.poll() is not None:
                     raise DemoError(
                         f"{child.name} ended with status {child.process.returncode} while the demo waited for {what}; "
-                        f"the end of {child.output}:\n{child.end_of_log()}"
+                        f"see {child.output}",
+                        child.end_of_log(),
                     )
             if time.monotonic() > deadline_at:
                 raise DemoError(f"{what} did not come within {timeout_s:.0f} s; see the logs in {self.logs}")

@@ -117,6 +117,10 @@ def run(options: Options, console: Console) -> int:
         with interrupt_on_sigterm(), Cluster(work, logs, say) as cluster:
             settings = calibrate(cluster)
             record = Stage(cluster, settings, began_at).play(fast=options.fast)
+    except DemoError as error:
+        if error.shown:
+            console.print(Text(error.shown, style="dim"))
+        raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -278,8 +282,8 @@ class Stage:
         for node in self.nodes:
             if node.trainer and node.trainer.process.returncode:
                 raise DemoError(
-                    f"{node.trainer.name} ended with status {node.trainer.process.returncode}:\n"
-                    f"{node.trainer.end_of_log()}"
+                    f"{node.trainer.name} ended with status {node.trainer.process.returncode}; see {node.trainer.output}",
+                    node.trainer.end_of_log(),
                 )
         return self.cluster.record(self.nodes, self.began_at, self.settings.to_json())
 
