@@ -279,11 +279,10 @@ class Stage:
             lambda: all(node.trainer and node.trainer.process.poll() is not None for node in self.nodes),
             "the trainers to end",
         )
-        for node in self.nodes:
-            if node.trainer and node.trainer.process.returncode:
+        for trainer in (node.trainer for node in self.nodes):
+            if trainer is not None and (status := trainer.process.returncode):
                 raise DemoError(
-                    f"{node.trainer.name} ended with status {node.trainer.process.returncode}; see {node.trainer.output}",
-                    node.trainer.end_of_log(),
+                    f"{trainer.name} ended with status {status}; see {trainer.output}", trainer.end_of_log()
                 )
         return self.cluster.record(self.nodes, self.began_at, self.settings.to_json())
 
