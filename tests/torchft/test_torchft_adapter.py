@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,11 @@ from torch.optim import SGD, Adam, AdamW
 from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 
+from hotswarm import CheckpointConfig, SpeculativeCheckpointer
 from hotswarm.capture.diloco import Counters
 from hotswarm.diloco import ExactNesterov
-from hotswarm.errors import CaptureError, ConfigError, Incompatible
-from hotswarm.torchft import TorchftAdapter
+from hotswarm.errors import CaptureError, ConfigError, Incompatible, RecoveryError
+from hotswarm.torchft import SwarmCheckpointTransport, TorchftAdapter, attach
 
 H = 4
 
@@ -294,3 +298,36 @@ def test_counters_and_committed_batches_go_with_the_inner_state(replica: Callabl
     with pytest.raises(Incompatible, match="torchft"):
         joiner.adapter.load_inner({"stats": {}, "phase": "inner"})
     assert joiner.adapter.counters() == donor.adapter.counters()
+
+
+def test_attach_ends_torchfts_own_transport_and_its_port(replica: Callable[..., Replica], tmp_path: Path) -> None:
+    r = replica()
+    r.adapter.detach()
+    address = r.manager._checkpoint_transport.metadata()
+    port = int(address.split(":")[2].split("/")[0])
+    config = CheckpointConfig(checkpoint_dir=tmp_path, announce_to_dht=False, serve_to_peers=False)
+    adapter = attach(r.manager, r.diloco, SpeculativeCheckpointer(r.model, r.inner, config=config))
+    adapter.detach()
+    assert isinstance(r.manager._checkpoint_transport, SwarmCheckpointTransport)
+    assert r.manager._checkpoint_transport.metadata() == "hotswarm:"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_transport_that_is_not_attached_says_so() -> None:
+    with pytest.raises(RecoveryError, match="attach"):
+        SwarmCheckpointTransport().recv_checkpoint(0, "hotswarm:", 1, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "peer"),
+    [
+        ("hotswarm:" + "ab" * 20, "ab" * 20),
+        ("hotswarm:", None),
+        ("hotswarm:../../x", None),
+        ("http://evil:1/checkpoint/", None),
+        ("ab" * 20, None),
+    ],
+)
+def test_a_peers_metadata_is_a_hint_of_one_form_only(metadata: str, peer: str | None) -> None:
+    assert SwarmCheckpointTransport()._peer(metadata) == peer

@@ -31,7 +31,7 @@ from hotswarm.demo.data import Batches
 from hotswarm.demo.journal import digests
 from hotswarm.diloco import ExactNesterov
 from hotswarm.errors import RecoveryError
-from hotswarm.torchft import attach
+from hotswarm.torchft import SwarmCheckpointTransport, attach
 
 HOST = "localhost"
 
@@ -80,10 +80,12 @@ def main(settings: Settings) -> None:
     scheduler = LambdaLR(inner, lambda step: 1 / (1 + 0.1 * step))
     batches = Batches(bytes(range(256)) * 8, batch=16, context=7, seed=settings.index)
     store = loopback_store()
+    transport = SwarmCheckpointTransport()  # else the Manager starts torchft's own, on every interface
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
         load_state_dict=lambda state: say("user_load"),
         state_dict=dict,
+        checkpoint_transport=transport,
         min_replica_size=1,
         use_async_quorum=False,
         init_sync=settings.init_sync,
@@ -121,7 +123,7 @@ def main(settings: Settings) -> None:
         return digests(model, inner, adapter.outer_tree())
 
     report = checkpointer.last_report
-    if report is not None:
+    if report is not None and report.restored:
         say(
             "recovered",
             action=report.action,
@@ -153,7 +155,6 @@ def main(settings: Settings) -> None:
             say("step", outer=outer, inner=position + 1, loss=loss.item().hex(), lr=lr)
             if position + 1 == settings.sync_every:
                 frozen = False
-                transport = adapter.transport
                 say(
                     "sync",
                     outer=manager.current_step(),

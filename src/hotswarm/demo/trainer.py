@@ -41,7 +41,7 @@ from hotswarm.demo.journal import Journal, digests, process_age_s
 from hotswarm.demo.model import ByteTransformer
 from hotswarm.diloco import DiLoCoConfig, DiLoCoTrainer, ExactNesterov
 from hotswarm.errors import HotswarmError
-from hotswarm.torchft import attach
+from hotswarm.torchft import SwarmCheckpointTransport, attach
 
 BATCH = 8
 INNER_LR = 1e-3
@@ -114,7 +114,7 @@ class Trainer:
         """Starts the checkpointer, which recovers, and writes down what it restored."""
         self.checkpointer.start()
         report = self.checkpointer.last_report
-        if report is not None:
+        if report is not None and report.restored:
             self.journal.write(
                 "recovered",
                 **self.position(),
@@ -185,10 +185,12 @@ def train(trainer: Trainer) -> None:
     """torchft: quorum, averaging and commit are its; DiLoCo's hooks run inside `inner.step()`."""
     args, model, inner, journal = trainer.args, trainer.model, trainer.inner, trainer.journal
     store = loopback_store()
+    transport = SwarmCheckpointTransport()  # else the Manager starts torchft's own, on every interface
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
         load_state_dict=model.load_state_dict,
         state_dict=model.state_dict,
+        checkpoint_transport=transport,
         min_replica_size=1,
         use_async_quorum=False,
         init_sync=False,  # all are seeded alike
@@ -209,7 +211,6 @@ def train(trainer: Trainer) -> None:
     built_s = process_age_s()
     trainer.recover()
     trainer.ready(built_s)
-    transport = adapter.transport
     with diloco:
         while True:
             before, heals = trainer.position(), (transport.sent, transport.received)
