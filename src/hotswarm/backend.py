@@ -12,6 +12,7 @@ in the SnapshotInfo that the ticket gives.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,6 +137,8 @@ class LocalBackend:
         self._persisting = threading.Lock()
         self._guard = threading.Lock()
         self.run = run
+        # A checkpointer that is dropped without stop() must not keep other processes out for ever.
+        weakref.finalize(self, store.close).atexit = False
 
     @property
     def root(self) -> Path:

@@ -163,7 +163,8 @@ class Taker:
             with contextlib.suppress(HotswarmError):  # noted by _settled; or not durable yet: the next round
                 handle.result(SETTLE_S)
             if handle.done:
-                self._unsettled.remove(handle)
+                with contextlib.suppress(ValueError):  # forgotten meanwhile
+                    self._unsettled.remove(handle)
 
     def forget(self) -> None:
         """Follow nothing any more: the daemon has it, or it is on disk."""
