@@ -81,6 +81,7 @@ class _Donor:
     failures: int = 0  # in a row
     out: str = ""  # reason
     last_problem: str = ""
+    slow: str = ""  # that another donor had to take over from it, and when
     seen_bytes: float = 0.0  # both decay with RATE_DECAY_S
     seen_s: float = 0.0
     busy_s: float = 0.0  # in all
@@ -149,6 +150,8 @@ class Planner:
         for node, donor in self._donors.items():
             if donor.out:
                 found[node] = donor.out
+            elif donor.slow:
+                found[node] = donor.slow
             elif not donor.verified_bytes and (donor.last_problem or donor.request is not None or donor.busy_s):
                 found[node] = donor.last_problem or "slow: it had sent nothing when the others were done"
         return found
@@ -418,6 +421,8 @@ class Planner:
             and len(slowest.pending) == 1
         ):
             self._duplicates_left -= 1
+            silent_s = now - slowest.last_at
+            self._donors[slowest.node].slow = f"slow: silent for {silent_s:.1f} s when another donor took over"
             self._ask(donor, section, [head], now, effects)
 
     def _rate_now(self, request: _Request, now: float) -> float | None:
