@@ -10,7 +10,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from daemons import SWARM_NODE, client_of, run_cli, start_daemon
 from little_trainer import LittleState, LittleTrainer
 
 from hotswarm.cli import exits, options
-from hotswarm.cli.main import with_default_verb
+from hotswarm.cli.main import main, with_default_verb
 from hotswarm.config import option_names
 from hotswarm.store.files import FileStore
 
@@ -43,6 +42,18 @@ def damage(state_dir: Path, snapshot_id: str) -> None:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run a verb in this process: its exit code and what it printed."""
+
+    class Done:
+        def __init__(self, *words: str | Path) -> None:
+            self.returncode = main([str(word) for word in words])
+            self.stdout, self.stderr = capsys.readouterr()
+
+    return Done
 
 
 # ---------------------------------------------------------------- shape
@@ -93,33 +104,47 @@ def test_version_is_quick_and_imports_nothing_heavy():
         (["--peers", "nonsense"], 2, "peers: 'nonsense' is not HOST:PORT"),
         (["--pers", "a:1"], 2, "--peers"),
         (["statsu"], 2, "status"),
-        (["--listen", "10.1.2.3:7411"], 12, "swarm key"),
-        (["--peers", "node.example:7411", "--listen", "127.0.0.1:0"], 12, "keygen"),
-        (["--swarm-key", "/nonexistent/key", "--listen", "127.0.0.1:0"], 12, "/nonexistent/key"),
         (["--run", "../x"], 2, "run name"),
         (["--http", "0.0.0.0:1"], 2, "--http-token-file"),
         (["--join", "secret"], 2, "stdin"),
-        (["--socket-group", "no-such-group", "--listen", "127.0.0.1:0"], 2, "no group"),
         (["status"], 1, "no daemon runs"),
         (["healthcheck"], 1, "no daemon runs"),
         (["verify"], 10, "holds no snapshot"),
         (["verify", "abcd"], 10, "abcd"),
         (["recover", "--mode", "best"], 2, "auto, resume, outer, clone"),
         (["recover", "--inner", "best"], 2, "adopt"),
+        (["recover", "--timeout", "soon"], 2, "--timeout"),
         (["config", "show", "--upload-slots", "0"], 2, "at least 1"),
         (["keygen", "--join-file", "j"], 2, "--peers"),
     ],
 )
-def test_a_mistake_is_one_line_with_its_exit_code(short_dir, words, code, says):
-    env = {**os.environ, "HOTSWARM_STATE_DIR": str(short_dir / "state")}
-    done = run_cli(*words, env=env, cwd=short_dir)
+def test_a_mistake_is_one_line_with_its_exit_code(short_dir, monkeypatch, capsys, words, code, says):
+    monkeypatch.chdir(short_dir)
+    assert main(words) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("swarm-node: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert list(short_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--listen", "10.1.2.3:7411"], 12, "swarm key"),
+        (["--peers", "node.example:7411", "--listen", "127.0.0.1:0"], 12, "keygen"),
+        (["--swarm-key", "/nonexistent/key", "--listen", "127.0.0.1:0"], 12, "/nonexistent/key"),
+        (["--socket-group", "no-such-group", "--listen", "127.0.0.1:0"], 2, "no group"),
+    ],
+)
+def test_a_node_that_cannot_start_says_why_in_one_line(short_dir, words, code, says):
+    done = run_cli(*words, "--state-dir", short_dir / "state")
     assert done.returncode == code, done.stderr
-    assert done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if line.startswith("swarm-node: ")]
     assert len(lines) == 1
     assert says in lines[0]
     assert "Traceback" not in done.stderr
-    assert not (short_dir / "j").exists()
 
 
 def test_with_json_errors_are_json(short_dir):
@@ -143,60 +168,61 @@ def test_an_unknown_key_in_a_file_names_the_nearest(short_dir):
 # ---------------------------------------------------------------- looking
 
 
-def test_config_show_says_where_each_value_comes_from(short_dir):
+def test_config_show_says_where_each_value_comes_from(short_dir, cli, monkeypatch):
     (short_dir / "hotswarm.yaml").write_text("run: from-file\n")
-    env = {**os.environ, "HOTSWARM_NAME": "from-env"}
-    done = run_cli("config", "show", "--origin", "--json", "--upload-slots", "9", env=env, cwd=short_dir)
+    monkeypatch.chdir(short_dir)
+    monkeypatch.setenv("HOTSWARM_NAME", "from-env")
+    done = cli("config", "show", "--origin", "--json", "--upload-slots", "9")
     shown = json.loads(done.stdout)
     assert shown["run"] == {"value": "from-file", "origin": f"file {short_dir / 'hotswarm.yaml'}"}
     assert shown["name"] == {"value": "from-env", "origin": "env HOTSWARM_NAME"}
     assert shown["upload_slots"] == {"value": 9, "origin": "flag --upload-slots"}
     assert shown["peers"] == {"value": [], "origin": "default"}
-    text = run_cli("config", "show", "--origin", env=env, cwd=short_dir).stdout
+    text = cli("config", "show", "--origin").stdout
     assert "from-env" in text
     assert "env HOTSWARM_NAME" in text
 
 
-def test_the_state_of_a_node_with_and_without_its_daemon(processes, short_dir):
+def test_the_state_of_a_node_with_and_without_its_daemon(processes, short_dir, cli):
     state_dir = short_dir / "state"
     daemon = start_daemon(processes, state_dir, "--name", "alice")
     at = ("--state-dir", state_dir)
-    assert run_cli("snapshots", *at).stdout.strip() == "no snapshots yet"
+    assert cli("snapshots", *at).stdout.strip() == "no snapshots yet"
     ids = store_steps(state_dir, 5, 6)
-    status = json.loads(run_cli("status", "--json", *at).stdout)
+    status = json.loads(cli("status", "--json", *at).stdout)
     assert (status["name"], status["pid"], status["snapshots"]) == ("alice", daemon.pid, 2)
     assert status["listen"].startswith("127.0.0.1:")
     assert status["newest"]["snapshot_id"] == ids[1]
-    text = run_cli("status", *at).stdout
+    text = cli("status", *at).stdout
     assert "alice" in text
     assert "outer 1, inner 2" in text
-    assert run_cli("healthcheck", *at).returncode == 0
-    assert json.loads(run_cli("healthcheck", "--json", *at).stdout)["ready"] is True
+    assert cli("healthcheck", *at).returncode == 0
+    assert json.loads(cli("healthcheck", "--json", *at).stdout)["ready"] is True
     for alive in (True, False):
-        listed = json.loads(run_cli("snapshots", "--json", *at).stdout)["snapshots"]
+        listed = json.loads(cli("snapshots", "--json", *at).stdout)["snapshots"]
         assert [item["snapshot_id"] for item in listed] == ids
-        assert ids[0] in run_cli("snapshots", *at).stdout
-        verified = json.loads(run_cli("verify", "--json", *at).stdout)["snapshots"]
+        assert ids[0] in cli("snapshots", *at).stdout
+        verified = json.loads(cli("verify", "--json", *at).stdout)["snapshots"]
         assert [item["error"] for item in verified] == [None, None]
-        assert run_cli("verify", ids[0][:8], *at).returncode == 0
+        assert cli("verify", ids[0][:8], *at).returncode == 0
         if alive:
             daemon.send_signal(signal.SIGTERM)
             assert daemon.wait(20) == 0
     damage(state_dir, ids[1])
-    done = run_cli("verify", *at)
+    done = cli("verify", *at)
     assert done.returncode == 13
     assert ids[1] in done.stdout
     assert "chunk" in done.stdout
-    assert run_cli("verify", ids[0], *at).returncode == 0
-    assert run_cli("healthcheck", *at).returncode == 1
+    assert cli("verify", ids[0], *at).returncode == 0
+    assert cli("healthcheck", *at).returncode == 1
 
 
-def test_doctor_finds_nothing_wrong_here_and_what_is_wrong_elsewhere(processes, short_dir):
-    done = run_cli("doctor", "--state-dir", short_dir / "state", "--listen", "127.0.0.1:0")
+def test_doctor_finds_nothing_wrong_here_and_what_is_wrong_elsewhere(processes, short_dir, cli):
+    done = cli("doctor", "--state-dir", short_dir / "state", "--listen", "127.0.0.1:0")
     assert done.returncode == 0, done.stdout
     start_daemon(processes, short_dir / "one")
     listen = client_of(short_dir / "one").status()["listen"]
-    done = run_cli("doctor", "--json", "--state-dir", short_dir / "two", "--listen", listen, "--swarm-key", "/no/key")
+    done = cli("doctor", "--json", "--state-dir", short_dir / "two", "--listen", listen, "--swarm-key", "/no/key")
     assert done.returncode == 1
     findings = {item["check"]: item for item in json.loads(done.stdout)["findings"]}
     assert findings["swarm key"]["state"] == "failed"
@@ -208,8 +234,9 @@ def test_doctor_finds_nothing_wrong_here_and_what_is_wrong_elsewhere(processes, 
 # ---------------------------------------------------------------- keys
 
 
-def test_keygen_makes_a_key_once_and_a_join_file_for_it(short_dir):
-    done = run_cli("keygen", "--peers", "10.0.0.5:7411,10.0.0.6:7411", cwd=short_dir)
+def test_keygen_makes_a_key_once_and_a_join_file_for_it(short_dir, cli, monkeypatch):
+    monkeypatch.chdir(short_dir)
+    done = cli("keygen", "--peers", "10.0.0.5:7411,10.0.0.6:7411")
     assert done.returncode == 0, done.stderr
     key, join = short_dir / "swarm.key", short_dir / "swarm.join"
     for path in (key, join):
@@ -219,10 +246,10 @@ def test_keygen_makes_a_key_once_and_a_join_file_for_it(short_dir):
     assert secret in join.read_text()
     assert "10.0.0.6:7411" in join.read_text()
     assert secret not in done.stdout + done.stderr
-    assert run_cli("keygen", cwd=short_dir).returncode == 0
+    assert cli("keygen").returncode == 0
     assert key.read_text().splitlines()[-1] == secret
-    assert run_cli("keygen", "--peers", "a:1", cwd=short_dir).returncode == 2
-    second = run_cli("keygen", "--json", "--peers", "a:1", "--join-file", "second.join", cwd=short_dir)
+    assert cli("keygen", "--peers", "a:1").returncode == 2
+    second = cli("keygen", "--json", "--peers", "a:1", "--join-file", "second.join")
     assert json.loads(second.stdout) == {"swarm_key": "swarm.key", "made": False, "join_file": "second.join"}
     assert secret in (short_dir / "second.join").read_text()
 
@@ -264,15 +291,13 @@ def test_the_service_manager_is_told_when_the_node_is_ready(processes, short_dir
         assert manager.recv(100) == b"READY=1"
 
 
-def test_top_shows_the_status_until_it_is_interrupted(processes, short_dir):
+def test_top_shows_the_status_until_it_is_interrupted(processes, short_dir, wait_until):
     state_dir = short_dir / "state"
     start_daemon(processes, state_dir, "--name", "bob")
     top = processes.start([*SWARM_NODE, "top", "--state-dir", state_dir, "--every", "0.1"])
-    deadline = time.monotonic() + 20
-    time.sleep(1.5)
+    wait_until(lambda: "bob" in processes.log_of(top), 30, "the status")
     top.send_signal(signal.SIGINT)
-    assert top.wait(max(1.0, deadline - time.monotonic())) == 130
-    assert "bob" in processes.log_of(top)
+    assert top.wait(20) == 130
 
 
 def test_closing_the_pipe_early_is_no_error(processes, short_dir):

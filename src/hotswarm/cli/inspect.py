@@ -63,11 +63,15 @@ def top(
     """The status, again and again, until Ctrl-C."""
     from rich.live import Live
 
-    client = daemon.require(settings)
-    with Live(status_table(client.status()), console=output.console(), auto_refresh=False) as live:
+    client, screen = daemon.require(settings), output.console()
+    with Live(console=screen, auto_refresh=False) as live:
         while True:
+            table = status_table(client.status())
+            if screen.is_terminal:
+                live.update(table, refresh=True)
+            else:
+                screen.print(table)
             time.sleep(max(0.1, every))
-            live.update(status_table(client.status()), refresh=True)
 
 
 @node_options

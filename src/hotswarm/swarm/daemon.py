@@ -15,6 +15,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hotswarm.config import NodeConfig
 from hotswarm.errors import HotswarmError
@@ -45,6 +47,25 @@ def tune_allocator() -> None:
             log.debug("mallopt(%d, %d) was refused", option, value)
 
 
+@contextmanager
+def _no_certificates() -> Iterator[None]:
+    """While this lasts, OpenSSL finds no certificates of the system to load.
+
+    aiohttp loads them all when it is imported, for HTTPS clients that this process does not have: 0.11 of the 0.95
+    CPU-seconds of a start (median of 3, 2 cores).
+    """
+    before = {name: os.environ.get(name) for name in ("SSL_CERT_FILE", "SSL_CERT_DIR")}
+    os.environ.update(SSL_CERT_FILE=os.devnull, SSL_CERT_DIR=os.devnull)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def run(config: NodeConfig, *, ready_fd: int | None = None, spawned: bool = False, owner_pid: int | None = None) -> int:
     """Serve until a signal or, when spawned, until nobody needs the node any more. Returns the exit code.
 
@@ -52,10 +73,10 @@ def run(config: NodeConfig, *, ready_fd: int | None = None, spawned: bool = Fals
     """
     import uvloop
 
-    from hotswarm.swarm.node import serve
-
     tune_allocator()
     try:
+        with _no_certificates():
+            from hotswarm.swarm.node import serve
         return uvloop.run(serve(config, ready_fd=ready_fd, spawned=spawned, owner_pid=owner_pid))
     except HotswarmError as error:
         _tell(ready_fd, error)

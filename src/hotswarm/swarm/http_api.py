@@ -16,7 +16,6 @@ from aiohttp import web
 from hotswarm.errors import ControlError
 from hotswarm.swarm import channel
 from hotswarm.swarm.channel import Json
-from hotswarm.swarm.metrics import render_metrics
 from hotswarm.swarm.model import RecoverRequest
 
 log = logging.getLogger(__name__)
@@ -92,6 +91,8 @@ async def _readyz(request: web.Request) -> web.StreamResponse:
 
 async def _metrics(request: web.Request) -> web.StreamResponse:
     """Prometheus text format."""
+    from hotswarm.swarm.metrics import render_metrics  # not everybody scrapes
+
     api = request.app[API]
     body, content_type = render_metrics(api.status(), api.snapshots())
     return web.Response(body=body, headers={"Content-Type": content_type})

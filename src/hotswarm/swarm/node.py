@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import importlib.metadata
 import json
 import logging
 import os
@@ -21,7 +23,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from hotswarm import __version__
 from hotswarm.config import NodeConfig
 from hotswarm.errors import ControlError, HotswarmError, NoSnapshot
 from hotswarm.ids import SnapshotId, is_snapshot_id
@@ -94,6 +95,11 @@ async def serve(
         return await node.wait_until_stopped()
 
 
+@functools.cache
+def _version() -> str:
+    return importlib.metadata.version("hotswarm")  # slow enough to be asked for once, and not while starting
+
+
 def _retention(config: NodeConfig) -> Retention:
     return Retention(max_hot=config.max_hot_snapshots, max_cold=config.max_cold_checkpoints, max_bytes=config.max_bytes)
 
@@ -107,6 +113,7 @@ class Node:
         self.config = config
         self.node_id = identity.node_id
         self._spawned = spawned
+        self._awaits_first = spawned
         self._started_at = time.monotonic()
         self._ready = False
         self._stop_asked = asyncio.Event()
@@ -217,7 +224,7 @@ class Node:
         if self._berth.trainer is not None or self._stop_asked.is_set():
             return
         seconds = self._berth.linger_seconds(self.config.linger_seconds)
-        if self._spawned and not self._berth.used:
+        if self._awaits_first and not self._berth.used:
             seconds = max(seconds, FIRST_TRAINER_S)
         self._linger = asyncio.get_running_loop().call_later(seconds, self._lingered)
 
@@ -285,7 +292,7 @@ class Node:
         if self._persister.last_error is not None:
             reasons.insert(0, self._persister.last_error)
         return {
-            "version": __version__,
+            "version": _version(),
             "pid": os.getpid(),
             "node": self.node_id,
             "name": self.config.name,
