@@ -279,11 +279,9 @@ class Stage:
             lambda: all(node.trainer and node.trainer.process.poll() is not None for node in self.nodes),
             "the trainers to end",
         )
-        for trainer in (node.trainer for node in self.nodes):
-            if trainer is not None and (status := trainer.process.returncode):
-                raise DemoError(
-                    f"{trainer.name} ended with status {status}; see {trainer.output}", trainer.end_of_log()
-                )
+        for child in (node.trainer for node in self.nodes):
+            if child is not None and (status := child.process.returncode):
+                raise DemoError(f"{child.name} ended with status {status}; see {child.output}", child.end_of_log())
         return self.cluster.record(self.nodes, self.began_at, self.settings.to_json())
 
     def _wait_for_round(self, outer: int) -> None:
