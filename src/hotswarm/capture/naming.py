@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoi
 _DEEPEST = 8  # attribute levels that are searched for loose parameters
 
 
+@lru_cache(maxsize=100_000)
 def clean(name: str) -> str:
     """`module._orig_mod.fc.weight` → `fc.weight`."""
     parts = name.split(".")

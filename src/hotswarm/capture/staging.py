@@ -30,6 +30,7 @@ from hotswarm.store.mapping import memmove
 
 _PIECE_BYTES = 4 << 20  # of one copy call: long enough that taking the GIL in between costs nothing
 _HELPED_BYTES = 8 << 20  # below this a helper thread gains nothing (1 thread: 13 GB/s, 2: 23)
+_PROBE_EVERY = 16  # captures between two tries of the slower way
 _TABLE_SLACK = 2  # the leaf table may grow (a scheduler's lists) before a larger arena is needed
 
 _Job = tuple[int, int, int]
@@ -101,6 +102,7 @@ class Stager:
         self._bases: dict[int, Tensor] = {}
         self._bases_of: Arena | None = None
         self._helper: ThreadPoolExecutor | None = None
+        self._pace = _Pace()
         self._pid = os.getpid()
 
     def need(self, state: StateTree) -> Need:
@@ -183,6 +185,7 @@ class Stager:
         jobs: deque[_Job] = deque()
         tensors = [tensor for section in state.sections.values() for tensor in section.tensors]
         helper = self._helper_for(plan.nbytes)
+        start = time.perf_counter()
         shaped: list[tuple[Tensor, int, int]] = []
         for tensor, offset, size in zip(tensors, plan.offsets, plan.sizes, strict=True):
             if size == 0:
@@ -203,14 +206,38 @@ class Stager:
             jobs.clear()
             if other is not None:
                 other.result()  # it must not copy into a slot that is somebody else's by then
+        self._pace.note(helper is not None, plan.nbytes, time.perf_counter() - start)
 
     def _helper_for(self, nbytes: int) -> ThreadPoolExecutor | None:
-        if nbytes < _HELPED_BYTES or _cores() < 2:
+        if nbytes < _HELPED_BYTES or _cores() < 2 or not self._pace.helped():
             return None
         if self._helper is None or self._pid != os.getpid():  # a forked child has not inherited the thread
             self._helper = ThreadPoolExecutor(1, thread_name_prefix="hotswarm-copy")
             self._pid = os.getpid()
         return self._helper
+
+
+class _Pace:
+    """Whether the helper helps. On a free core it nearly doubles the speed; where every core is busy it only delays,
+    because the last piece waits for its turn. Measured, and the slower way is tried again now and then.
+    """
+
+    def __init__(self) -> None:
+        self._s_per_byte: dict[bool, float] = {}
+        self._count = 0
+
+    def helped(self) -> bool:
+        """Which way to copy next."""
+        self._count += 1
+        if len(self._s_per_byte) < 2:
+            return True not in self._s_per_byte
+        faster = min(self._s_per_byte, key=self._s_per_byte.__getitem__)
+        return faster != (self._count % _PROBE_EVERY == 0)
+
+    def note(self, helped: bool, nbytes: int, seconds: float) -> None:
+        """How long a copy took."""
+        if nbytes >= _HELPED_BYTES:
+            self._s_per_byte[helped] = seconds / nbytes
 
 
 def _cores() -> int:

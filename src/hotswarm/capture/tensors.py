@@ -52,7 +52,7 @@ def spec_of(tensor: Tensor, path: Path) -> TensorSpec:
 
 def is_flat(tensor: Tensor) -> bool:
     """Whether its bytes in memory are those of the packed form: on the CPU, contiguous, nothing lazily negated."""
-    return tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def has_shared_elements(tensor: Tensor) -> bool:

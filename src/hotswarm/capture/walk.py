@@ -39,7 +39,9 @@ class Walk:
         self.seen: dict[Path, Leaf] = {}
         self.leaves: list[Leaf] = []
         self.tensors: list[Tensor] = []
-        self._places: dict[tuple[Any, ...], Path] = {}
+        self._places: dict[int, tuple[Path, TensorSpec, Tensor]] = {}
+        self._roles: dict[Key, str] = {}
+        self._variants: dict[tuple[int, TensorSpec, tuple[int, ...]], Path] = {}
 
     def add(self, path: Path, what: Any, role: str = "") -> None:
         """A leaf that is no tensor."""
@@ -63,10 +65,11 @@ class Walk:
             spec = known
         else:
             spec = spec_of(tensor, path)
-        if 0 not in spec.shape:
-            place = (tensor.data_ptr(), spec, tensor.stride())
-            first = self._places.setdefault(place, path)
-            if first is not path:
+        address = tensor.data_ptr()
+        there = self._places.setdefault(address, (path, spec, tensor))
+        if there[0] is not path and address:
+            first = self._first_of(address, there, path, spec, tensor)
+            if first is not path and 0 not in spec.shape:
                 self.add(path, Alias(first), role)
                 return
         if leaf is None or spec is not known or leaf.role != role:
@@ -74,6 +77,13 @@ class Walk:
         self.seen[path] = leaf
         self.leaves.append(leaf)
         self.tensors.append(tensor)
+
+    def _first_of(
+        self, address: int, there: tuple[Path, TensorSpec, Tensor], path: Path, spec: TensorSpec, tensor: Tensor
+    ) -> Path:
+        """The path of the first tensor with exactly these elements; several views may begin at one address."""
+        self._variants.setdefault((address, there[1], there[2].stride()), there[0])
+        return self._variants.setdefault((address, spec, tensor.stride()), path)
 
     # ------------------------------------------------------------ parts
 
@@ -110,7 +120,10 @@ class Walk:
                 at = (*path, "state", name_of[id(param)])
                 self.add(at, DICT)
                 for key, value in state[param].items():
-                    self.tree(_longer(at, key), value, _role(key))
+                    role = self._roles.get(key)
+                    if role is None:
+                        role = self._roles[key] = _role(key)
+                    self.tree(_longer(at, key), value, role)
         loose = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
         self.tree((*path, "global"), loose)
         self.add((*path, "param_groups"), LIST)
@@ -142,7 +155,9 @@ class Walk:
     def tree(self, path: Path, node: Any, role: str = "other") -> None:
         """A tree of the closed set."""
         kind = type(node)
-        if kind in _VALUES:
+        if kind is Tensor:
+            self.tensor(path, node, role)
+        elif kind in _VALUES:
             if kind is str:
                 _check_text(path, node)
             self.add(path, node)
@@ -184,6 +199,8 @@ def _role(key: Key) -> str:
 
 
 def _longer(path: Path, key: object) -> Path:
+    if type(key) is str and key.isascii() and len(path) < MAX_DEPTH:
+        return (*path, key)
     if type(key) is not str and type(key) is not int:
         raise CaptureError(f"{show_path(path)} has a key of type {type(key).__name__}; only str and int will do")
     if len(path) >= MAX_DEPTH:
