@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hotswarm.demo.record import Record
+from hotswarm.demo.record import Event, Life, Record
 
 COLOURS = ("#1b6ca8", "#d1762a", "#3b8f4f", "#8a4fa3")
-SMOOTH = 0.9  # weight of the past in the running mean that is drawn over the raw losses
+HALF_WINDOW = 7  # losses to either side in the mean that is drawn over the raw ones
+TOGETHER_S = 2.0  # kills on one node that close to each other get one label
 
 
 def draw(record: Record, path: Path) -> None:
@@ -17,33 +18,26 @@ def draw(record: Record, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    colour = {label: COLOURS[index % len(COLOURS)] for index, label in enumerate(record.labels)}
+    began_at = min((step.at for _, step in record.events("step")), default=record.began_at)
     figure, axes = plt.subplots(figsize=(11, 5.5), dpi=110)
-    for index, label in enumerate(record.labels):
-        colour = COLOURS[index % len(COLOURS)]
-        for life in record.lives_of(label):
-            steps = life.of("step")
-            if not steps:
-                continue
-            times = [step.at - record.began_at for step in steps]
-            losses = [float.fromhex(str(step.data["loss"])) for step in steps]
-            axes.plot(times, losses, color=colour, alpha=0.2, linewidth=0.7)
-            name = f"trainer {label}" if life.number == 1 else None
-            axes.plot(times, _running_mean(losses), color=colour, linewidth=1.6, label=name)
-    top = axes.get_ylim()[1]
-    for mark in record.marked("kill"):
-        label = str(mark.data["label"])
-        colour = COLOURS[record.labels.index(label) % len(COLOURS)]
-        at = mark.at - record.began_at
-        axes.axvline(at, color=colour, linestyle="--", linewidth=1)
-        axes.text(at, top, f" kill -9 {mark.data['what']} {label}", rotation=90, va="top", ha="right", fontsize=8)
     for life in record.lives:
-        first = life.first("step")
-        if life.number > 1 and first is not None:
-            colour = COLOURS[record.labels.index(life.label) % len(COLOURS)]
-            axes.plot(first.at - record.began_at, float.fromhex(str(first.data["loss"])), "o", color=colour, zorder=5)
+        times, losses = _curve(life, began_at)
+        if not times:
+            continue
+        means = _smooth(losses)
+        axes.plot(times, losses, color=colour[life.label], alpha=0.18, linewidth=0.7)
+        name = f"trainer {life.label}" if life.number == 1 else None
+        axes.plot(times, means, color=colour[life.label], linewidth=1.6, label=name)
+        if life.number > 1:
+            axes.plot(times[0], means[0], "o", color=colour[life.label], zorder=5)
     for _, sync in record.events("sync"):
-        axes.axvline(sync.at - record.began_at, color="#000000", alpha=0.07, linewidth=1)
-    axes.set_xlabel("seconds since the first step; dashed: kill, dot: back, grey: outer step")
+        axes.axvline(sync.at - began_at, color="#000000", alpha=0.07, linewidth=1)
+    top = axes.get_ylim()[1]
+    for at, label, what in _kills(record.marked("kill")):
+        axes.axvline(at - began_at, color=colour.get(label), linestyle="--", linewidth=1)
+        axes.text(at - began_at, top, f"{what} {label} ", rotation=90, va="top", ha="right", fontsize=8)
+    axes.set_xlabel("seconds of training; dashed: kill, dot: back, grey: outer step")
     axes.set_ylabel("loss, nats per byte")
     axes.set_title("Three DiLoCo trainers lose a process, a machine and a donor")
     axes.legend(loc="upper right")
@@ -52,9 +46,25 @@ def draw(record: Record, path: Path) -> None:
     plt.close(figure)
 
 
-def _running_mean(values: list[float]) -> list[float]:
-    mean, found = values[0], []
-    for value in values:
-        mean = SMOOTH * mean + (1 - SMOOTH) * value
-        found.append(mean)
+def _curve(life: Life, began_at: float) -> tuple[list[float], list[float]]:
+    steps = life.of("step")
+    return [step.at - began_at for step in steps], [float.fromhex(str(step.data["loss"])) for step in steps]
+
+
+def _kills(marks: list[Event]) -> list[tuple[float, str, str]]:
+    """(time, label, "kill -9 trainer + daemon") with kills of one moment on one node together."""
+    found: list[tuple[float, str, str]] = []
+    for mark in marks:
+        label, what = str(mark.data["label"]), str(mark.data["what"])
+        if found and found[-1][1] == label and mark.at - found[-1][0] < TOGETHER_S:
+            at, _, before = found.pop()
+            found.append((at, label, f"{before} + {what}"))
+        else:
+            found.append((mark.at, label, f"kill -9 {what}"))
     return found
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """The mean over a window around each value; shorter at the ends."""
+    windows = (values[max(0, i - HALF_WINDOW) : i + HALF_WINDOW + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
