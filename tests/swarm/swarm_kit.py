@@ -37,6 +37,7 @@ class Made:
     outer: bool = True
     nan_at: int | None = None  # element of the outer momentum
     width: int = 0  # makes another architecture
+    frozen: int = 0  # elements of a parameter that the outer optimizer does not have
 
 
 def pattern(words: str, nbytes: int) -> bytes:
@@ -85,6 +86,8 @@ def make_draft(made: Made, label: str = "") -> tuple[DraftManifest, dict[str, me
         "outer_step": made.outer_step,
     }
     model: dict[str, object] = {name: ("param", "float32", shape) for name, shape in names.items()}
+    if made.frozen:
+        model["frozen.weight"] = ("param", "float32", (made.frozen,))
     if made.buffer:
         model["running_mean"] = ("buffer", "float32", (made.buffer,))
     inner_tree: dict[str, object] = {

@@ -62,6 +62,25 @@ def test_without_adopting_only_buffers_come_from_the_inner_donor(short_dir: Path
     run(work())
 
 
+def test_parameters_that_the_outer_copy_lacks_come_from_the_inner_donor(short_dir: Path) -> None:
+    made = Made("a", frozen=300_000)
+
+    async def work() -> None:
+        async with (
+            donors_here(short_dir, {"name": "a", "made": made}) as (a,),
+            joiner(short_dir / "j", a.listen) as joined,
+        ):
+            outcome = await joined.recover(inner="fresh")
+            with joined.store.open(outcome.snapshot_id) as source:
+                layout = source.manifest.sections["inner"].layout
+                frozen = layout.chunks_of_paths([("model", "frozen.weight")])
+                here = {index for index in range(len(layout.chunks)) if source.has_chunk("inner", index)}
+                assert here == {*frozen, *layout.chunks_of_roles(["buffer"])}
+                assert len(frozen) == 2
+
+    run(work())
+
+
 def test_moments_are_worth_it_when_a_round_is_long_enough(short_dir: Path) -> None:
     async def work() -> None:
         async with donors_here(

@@ -214,6 +214,11 @@ class Neighbours:
 
     # ------------------------------------------------------------ sources
 
+    @property
+    def all_refuse(self) -> bool:
+        """Whether everyone who could be reached refuses this node's key."""
+        return bool(self.refused) and not any(known.failures == 0 for known in self._known.values())
+
     def candidates(self) -> list[tuple[str, NodeId | None, str]]:
         """(address, id, source) of everyone who is known or named anywhere here, without asking."""
         found: list[tuple[str, NodeId | None, str]]
@@ -282,7 +287,7 @@ class Neighbours:
                 {
                     "node": known.node,
                     "name": said.name if said else "",
-                    "address": known.addresses[0] if known.addresses else "",
+                    "addresses": list(known.addresses),
                     "reachable": known.failures == 0 and said is not None,
                     "live": bool(said and said.live),
                     "clock": said.clock.to_json() if said and said.clock else None,
@@ -294,11 +299,12 @@ class Neighbours:
                     "streams_max": said.streams_max if said else 0,
                     "seen_s_ago": now - known.answered_at if said else None,
                     "source": known.source,
-                    "problem": known.problem,
+                    "error": known.problem or None,
                 }
             )
         for address, problem in self._problems.items():
-            rows.append({"node": None, "name": "", "address": address, "reachable": False, "problem": problem})
+            row = {"node": None, "name": "", "addresses": [address], "live": False, "clock": None, "error": problem}
+            rows.append({**row, "reachable": False, "source": "configured"})
         return rows
 
 

@@ -245,10 +245,7 @@ class Servicer:
 
     def _open(self, request: pb.SnapshotRequest) -> tuple[FileSource, str]:
         if request.section_digest:
-            found = self._catalog.find(request.section_digest)
-            if found is None:
-                self._catalog.refresh_now()
-                found = self._catalog.find(request.section_digest)
+            found = self._with_section(request.section_digest)
             if found is None:
                 raise StoreError("this node does not hold that section")
             snapshot_id, section = found[0].snapshot_id, found[1]
@@ -263,6 +260,13 @@ class Servicer:
             source.close()
             raise StoreError("this node does not hold that section")
         return source, section
+
+    def _with_section(self, digest: bytes) -> tuple[SnapshotInfo, str] | None:
+        found = self._catalog.find(digest)
+        if found is None:
+            self._catalog.refresh_now()  # it may be a moment old
+            found = self._catalog.find(digest)
+        return found
 
     async def _send(self, context: Context, source: FileSource, section: str, indexes: Sequence[int]) -> None:
         loop = asyncio.get_running_loop()
@@ -312,7 +316,7 @@ class Servicer:
         return pb.BadChunkAnswer(noted=True)
 
     def _reported(self, request: pb.BadChunkReport) -> SnapshotInfo | None:
-        found = self._catalog.find(request.section_digest)
+        found = self._with_section(request.section_digest)
         if found is not None:
             return found[0]
         try:

@@ -265,6 +265,7 @@ class Swarm:
             "addresses": [str(address) for address in self._addresses()],
             "health": reasons,
             "peers": sum(1 for neighbour in self._neighbours.all() if not neighbour.failures),
+            "refused": self._neighbours.all_refuse,
             "streams_active": slots.active,
             "streams_max": slots.total,
             "vouchers": {str(step): digest.hex() for step, digest in self._catalog.voucher_digests.items()},

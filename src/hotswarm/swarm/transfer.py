@@ -213,7 +213,7 @@ class Transfer:
         self._keys, self._copied = [], []
         if entry is None or source.offer.section("inner") is None:
             return []
-        wanted = entry.layout.chunks_of_roles(["buffer"])
+        wanted = self._model_chunks(signed)
         if self._clone:
             wanted = list(range(len(entry.chunk_digests)))
         elif self._inner_source == "adopt":
@@ -226,6 +226,17 @@ class Transfer:
             self._copied = [index for index in wanted if entry.chunk_digests[index] in have]
             wanted = [index for index in wanted if entry.chunk_digests[index] not in have]
         return [self._inner_part(entry, "inner", wanted, source.node)]
+
+    @staticmethod
+    def _model_chunks(signed: SignedManifest) -> list[int]:
+        """Of the inner section's model what the outer section cannot give: buffers, and parameters that are frozen."""
+        inner, outer = signed.manifest.sections.get("inner"), signed.manifest.sections.get("outer")
+        if inner is None:
+            return []
+        shared = {tensor.path[1:] for tensor in outer.layout.tensors if tensor.role == "param"} if outer else set()
+        return inner.layout.chunks_of(
+            lambda tensor: tensor.role == "buffer" or (tensor.role == "param" and tensor.path[1:] not in shared)
+        )
 
     def _inner_part(self, entry: SectionEntry, what: str, indexes: Sequence[int], node: str) -> Part:
         assert self._inner is not None
@@ -259,7 +270,7 @@ class Transfer:
         if all(info.snapshot_id != signed.snapshot_id for info in self._store.snapshots()):
             return False
         inner = signed.manifest.sections.get("inner")
-        wanted = set(inner.layout.chunks_of_roles(["buffer"])) if inner is not None else set()
+        wanted = set(self._model_chunks(signed))
         if inner is not None and (self._clone or self._inner_source == "adopt" or self._request.inner == "auto"):
             wanted |= set(range(len(inner.chunk_digests)) if self._clone else moments_of(inner))
             self._inner_source = "adopt"

@@ -87,7 +87,10 @@ class VoucherBook:
         if not isinstance(content, dict) or content.get("version") != VERSION:
             raise ValueError("not of this version")
         held: dict[int, bytes] = {}
-        for step, digest in dict(content.get("vouchers", ())).items():
+        entries = content.get("vouchers")
+        if not isinstance(entries, dict):
+            raise ValueError("without vouchers")  # noqa: TRY004  the file's fault, not the caller's
+        for step, digest in entries.items():
             number = int(step)
             raw = bytes.fromhex(str(digest))
             if not 0 <= number <= MAX_STEP or len(raw) != DIGEST_BYTES:
