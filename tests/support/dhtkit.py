@@ -54,7 +54,9 @@ class Swarm:
         self.nodes: list[RunDirectory] = []
         self._folder = tempfile.TemporaryDirectory(prefix="hs-")
 
-    async def add(self, *seeds: str | RunDirectory, identity=None, keys=(KEY,), state=None, port=0, **options):
+    async def add(
+        self, *seeds: str | RunDirectory, identity=None, keys=(KEY,), state=None, host="127.0.0.1", port=0, **options
+    ):
         identity = identity or NodeIdentity.generate()
         state = Path(state or tempfile.mkdtemp(dir=self._folder.name))
         state.mkdir(exist_ok=True)
@@ -66,7 +68,7 @@ class Swarm:
             seeds=[s if isinstance(s, str) else address_of(s) for s in seeds],
             **options,
         )
-        await node.start("127.0.0.1", port)
+        await node.start(host, port)
         self.nodes.append(node)
         return node
 

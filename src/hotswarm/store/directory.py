@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hotswarm.errors import ManifestError, StoreError
+from hotswarm.errors import IntegrityError, ManifestError, StoreError
 from hotswarm.ids import SnapshotId
 from hotswarm.snapshot.manifest import SignedManifest
 from hotswarm.store.base import SnapshotInfo
@@ -65,12 +65,20 @@ class RunFolders:
             make_private_dir(folder)
 
 
+Stamp = tuple[int, int, int]
+"""Inode, modification time and size of a manifest file: another stamp is another file."""
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return (status.st_ino, status.st_mtime_ns, status.st_size)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One snapshot of the index."""
 
     name: str
-    inode: int
+    stamp: Stamp
     info: SnapshotInfo
     placements: Mapping[str, SectionPlacement]
     packs: Mapping[str, int]
@@ -82,7 +90,7 @@ class Problem:
     """A manifest file that is no usable snapshot, and why."""
 
     name: str
-    inode: int
+    stamp: Stamp
     reason: str
 
 
@@ -115,15 +123,21 @@ class Shared:
     _parsed: OrderedDict[SnapshotId, StoredManifest] = field(default_factory=OrderedDict)
 
     def entries(self, run: str) -> tuple[list[Entry], list[Problem]]:
-        """All snapshots, oldest first, and the files that are none. Reads only what is new since the last call."""
+        """All snapshots, oldest first, and the files that are none. Reads only what is new since the last call.
+
+        StoreError when this process cannot read the folder now, which must not pass for an empty one.
+        """
         with self.guard:
-            found: dict[str, int] = {}
+            found: dict[str, Stamp] = {}
             pins: set[str] = set()
             try:
                 with os.scandir(self.folders.snapshots) as listing:
                     for item in listing:
                         if MANIFEST_NAME.fullmatch(item.name):
-                            found[item.name] = item.inode()
+                            try:
+                                found[item.name] = _stamp(item.stat(follow_symlinks=False))
+                            except FileNotFoundError:
+                                continue  # deleted by the lock's holder since it was listed
                         elif item.name.endswith(PIN_SUFFIX):
                             pins.add(item.name.removesuffix(PIN_SUFFIX))
             except FileNotFoundError:
@@ -131,33 +145,35 @@ class Shared:
             except OSError as error:
                 raise StoreError(f"{self.folders.snapshots} cannot be listed: {error.strerror}") from error
             for name, known in list(self._known.items()):
-                if found.get(name) != known.inode:
+                if found.get(name) != known.stamp:
                     del self._known[name]
-            for name, inode in found.items():
+            for name, stamp in found.items():
                 if name not in self._known:
-                    loaded = self._load(name, inode, run)
+                    loaded = self._load(name, stamp, run)
                     if loaded is not None:
                         self._known[name] = loaded
             good = [_pinned(known, pins) for known in self._known.values() if isinstance(known, Entry)]
             good.sort(key=lambda entry: (*entry.info.order_key, entry.info.snapshot_id))
             return good, [known for known in self._known.values() if isinstance(known, Problem)]
 
-    def _load(self, name: str, inode: int, run: str) -> Entry | Problem | None:
+    def _load(self, name: str, stamp: Stamp, run: str) -> Entry | Problem | None:
         try:
             stored = read_stored(self.folders.snapshots / name)
             if stored.file_name != name:
                 raise ManifestError(f"its contents belong to {stored.file_name}")
             if stored.signed.manifest.run != run:
                 raise ManifestError(f"it belongs to run {stored.signed.manifest.run!r}")
-            entry = self._entry(stored, inode)
+            entry = self._entry(stored, stamp)
         except FileNotFoundError:
             return None  # deleted by the lock's holder since it was listed
-        except (ManifestError, StoreError) as error:
-            return Problem(name, inode, str(error))
+        except (ManifestError, IntegrityError) as error:
+            return Problem(name, stamp, str(error))
+        except OSError as error:
+            raise StoreError(f"{self.folders.packs} cannot be read: {error.strerror}") from error
         self.remember(stored)
         return entry
 
-    def _entry(self, stored: StoredManifest, inode: int) -> Entry:
+    def _entry(self, stored: StoredManifest, stamp: Stamp) -> Entry:
         sizes: dict[str, int] = {}
         for pack in stored.packs():
             try:
@@ -165,27 +181,35 @@ class Shared:
             except FileNotFoundError:
                 if not (self.folders.snapshots / stored.file_name).exists():
                     raise
-                raise StoreError(f"pack {pack} is missing") from None
+                raise IntegrityError(f"pack {pack} is missing") from None
         own_bytes = 0
         for section, placement in stored.placements.items():
             lengths: dict[int, int] = {}
             for index, span in enumerate(stored.signed.manifest.sections[section].layout.chunks):
                 at = placement.locate(index)
                 if at is not None and at[1] + span.length > sizes[at[0]]:
-                    raise StoreError(f"pack {at[0]} ends before chunk {index} of section {section!r}")
+                    raise IntegrityError(f"pack {at[0]} ends before chunk {index} of section {section!r}")
                 if placement.offsets[index] & 3 == OWN:
                     lengths[placement.offsets[index]] = span.length
             own_bytes += sum(lengths.values())
         path = self.folders.snapshots / stored.file_name
         return Entry(
-            stored.file_name, inode, _info(stored, path, own_bytes + path.stat().st_size), stored.placements, sizes
+            stored.file_name, stamp, _info(stored, path, own_bytes + path.stat().st_size), stored.placements, sizes
         )
+
+    def forget(self) -> None:
+        """Another process may have written here: look at everything again."""
+        with self.guard:
+            self.swept = False
+            self.trusted_packs.clear()
+            self._known.clear()
+            self._parsed.clear()
 
     def adopt(self, stored: StoredManifest) -> None:
         """Take a manifest into the index that this process has just committed, without reading it back. OSError."""
         with self.guard:
-            inode = (self.folders.snapshots / stored.file_name).lstat().st_ino
-            self._known[stored.file_name] = self._entry(stored, inode)
+            stamp = _stamp((self.folders.snapshots / stored.file_name).lstat())
+            self._known[stored.file_name] = self._entry(stored, stamp)
             self.remember(stored)
 
     def remember(self, stored: StoredManifest) -> None:
@@ -263,5 +287,4 @@ def forget_sweeps(root: Path) -> None:
     with _all_guard:
         for base, shared in _all.items():
             if key in base.parents:
-                shared.swept = False
-                shared.trusted_packs.clear()
+                shared.forget()

@@ -443,8 +443,8 @@ class FileStore:
             entries, _ = self._shared.entries(self.run)
             needed = {pack for entry in entries for pack in entry.packs}
             for pack in what.packs.keys() - needed:
-                self._shared.trusted_packs.discard(pack)
-                self._ops.replace(self.folders.packs / pack, self.folders.quarantine / pack)
+                if (self.folders.packs / pack).exists():
+                    self._ops.replace(self.folders.packs / pack, self.folders.quarantine / pack)
             self._shared.trusted_packs -= what.packs.keys()
         files = sorted(self.folders.quarantine.iterdir(), key=lambda path: path.lstat().st_mtime_ns)
         for path in files[: max(len(files) - QUARANTINED_FILES, 0)]:

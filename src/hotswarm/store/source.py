@@ -7,6 +7,7 @@ goes along with a descriptor that is passed to another process).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,8 +24,14 @@ from hotswarm.store.packing import HASH_THREADS, batches, run_all
 from hotswarm.store.placement import MAX_STORED_BYTES, StoredManifest
 
 
+DAMAGE = (errno.EIO, errno.ELOOP, errno.EISDIR)
+"""What says that a file is bad (ELOOP: it is a link). Anything else, like too many open files, is this process' trouble."""
+
+
 def read_stored(path: Path) -> StoredManifest:
-    """The stored manifest in a file. FileNotFoundError, StoreError, ManifestError."""
+    """The stored manifest in a file. FileNotFoundError; ManifestError when it is damaged; StoreError when this process
+    cannot read it now, which says nothing about the file.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -34,6 +41,8 @@ def read_stored(path: Path) -> StoredManifest:
     except FileNotFoundError:
         raise
     except OSError as error:
+        if error.errno in DAMAGE:
+            raise ManifestError(f"{path} cannot be read: {error.strerror}") from error
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
     return StoredManifest.parse(data)
 
@@ -84,7 +93,9 @@ class FileSource:
 
     @staticmethod
     def open(stored: StoredManifest, packs_dir: Path, on_close: Callable[[], None] | None = None) -> FileSource:
-        """Open all packs of a stored manifest. IntegrityError when one is missing or too short."""
+        """Open all packs of a stored manifest. IntegrityError when one is missing or too short, StoreError when this
+        process cannot open it now.
+        """
         fds: dict[str, int] = {}
         try:
             for name in sorted(stored.packs()):
@@ -92,7 +103,8 @@ class FileSource:
         except OSError as error:
             for fd in fds.values():
                 close_fd(fd)
-            raise IntegrityError(
+            bad = isinstance(error, FileNotFoundError) or error.errno in DAMAGE
+            raise (IntegrityError if bad else StoreError)(
                 f"snapshot {stored.signed.snapshot_id}: pack {name} cannot be opened: {error.strerror or error}"
             ) from error
         return FileSource(stored, fds, on_close)
