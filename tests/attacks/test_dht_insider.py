@@ -102,7 +102,7 @@ def test_evil_requests_get_no_answer_and_harm_nothing(loop):
             sent += [b"\0" + os.urandom(20) + b"\xc1", b"\0" + os.urandom(20), b"\2" * 40, b"", b"\1" * 30]
             for message in sent:
                 raw.send(message, victim.address)
-                await raw.messages(0.01)
+                assert await raw.messages(0.03) == [], message
             assert await raw.messages(0.3) == []
             raw.call("ping", me, to=victim.address)
             assert len(await raw.messages(0.5)) == 1, "an honest call is answered"

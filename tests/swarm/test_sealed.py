@@ -145,9 +145,10 @@ def test_one_flipped_bit_anywhere_is_nothing(where, flip):
 
 
 def test_a_reflected_datagram_is_nothing():
-    a = channel(A)
+    a = SealedChannel((K1,), bytes(20), lambda _: True)
     knock = a.send(b"x", B, 0.0)[0][0]
     assert not a.receive(knock, B, 0.0).replies
+    assert not a.receive(knock, A, 0.0).replies
 
 
 def test_messages_wait_a_while_and_knocks_are_not_repeated_at_once():
