@@ -42,8 +42,15 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[in
     return runs
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("explicit", [1, 0], ids=["step()", "hooks"])
+@pytest.mark.parametrize(
+    ("workers", "explicit"),
+    [
+        pytest.param(0, 1, id="step()"),
+        pytest.param(2, 0, id="hooks-workers"),
+        pytest.param(0, 0, id="hooks", marks=pytest.mark.slow),
+        pytest.param(2, 1, id="step()-workers", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_mid_round_and_resumed_from_the_local_store(
     workers: int, explicit: int, uninterrupted: dict[int, dict[int, str]], short_dir: Path
 ) -> None:
@@ -66,7 +73,7 @@ def assert_same(log: Path, expected: dict[int, str]) -> None:
         assert line == expected[step], f"step {step}"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_killed_mid_round_and_resumed_from_the_daemon_that_lives_on(
     workers: int, uninterrupted: dict[int, dict[int, str]], short_dir: Path
 ) -> None:

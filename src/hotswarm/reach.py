@@ -106,7 +106,7 @@ class Reach:
                 "max_cold": config.max_cold_checkpoints,
                 "max_bytes": config.max_bytes,
             },
-            linger_seconds=float(config.linger_seconds) if self._link.spawned else None,
+            linger_seconds=float(config.linger_seconds),
         )
 
     def _local(self) -> LocalBackend:
