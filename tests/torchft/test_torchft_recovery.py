@@ -65,19 +65,33 @@ def test_a_killed_replica_replays_its_losses_bit_for_bit_and_joins_the_same_sync
         assert sync["heals"] == [0, 0]
 
 
-def test_a_replica_that_is_behind_and_finds_no_swarm_leaves_instead_of_asking_again(
+def test_a_replica_that_is_behind_and_finds_no_swarm_leaves_and_unpickles_nothing(
     cluster: Callable[..., Cluster],
 ) -> None:
     swarm = cluster(min_replicas=1, join_timeout_ms=500)
+    exploded = swarm.root / "exploded"
     settings = {"sync_every": H, "config": ALONE, "rounds": 10_000}
-    healthy = swarm.replica(0, step_s=0.1, **settings)
+    healthy = swarm.replica(0, plain=True, bomb=str(exploded), step_s=0.1, **settings)
     healthy.wait_for("sync", outer=1)
     late = swarm.replica(1, recover=False, timeout_s=5, step_s=0.0, **settings)
-    assert late.child.wait(60) == 3, late.tail()
+    assert late.child.wait(80) == 3, late.tail()
     (left,) = late.events("left")
     assert "behind its swarm" in left["reason"]
     assert late.events("user_load", "sync") == []  # nothing of a peer was loaded, and it asked for one quorum only
+    assert not exploded.exists()
     reached = healthy.events("sync")[-1]["outer"]
     healthy.wait_for("sync", outer=reached + 3)
     discarded = [sync for sync in healthy.events("sync") if not sync["committed"]]
     assert len(discarded) <= 1
+
+
+@pytest.mark.slow
+def test_the_bomb_of_the_test_above_is_live_under_torchfts_own_transport(cluster: Callable[..., Cluster]) -> None:
+    swarm = cluster(min_replicas=1, join_timeout_ms=500)
+    exploded = swarm.root / "exploded"
+    settings = {"sync_every": H, "config": ALONE, "rounds": 10_000, "plain": True}
+    healthy = swarm.replica(0, bomb=str(exploded), step_s=0.1, **settings)
+    healthy.wait_for("sync", outer=1)
+    late = swarm.replica(1, step_s=0.0, **settings)
+    late.wait_for("sync")
+    assert exploded.is_dir()

@@ -19,9 +19,10 @@ def cluster(short_dir: Path, processes: Any, lighthouse: Callable[..., str]) -> 
     def make(replicas: int, **options: Any) -> Cluster:
         made = Cluster(short_dir, lighthouse(**options), processes.start)
         key = made.key()
-        first = made.daemon(0, key=key)
-        for index in range(1, replicas):
-            made.daemon(index, key=key, peers=[first])
+        first = made.address_of(0, made.daemon(0, key=key))
+        others = {index: made.daemon(index, key=key, peers=[first]) for index in range(1, replicas)}
+        for index, child in others.items():
+            made.address_of(index, child)
         return made
 
     return make
@@ -88,6 +89,7 @@ def test_a_replica_that_did_not_recover_is_healed_by_the_swarm_and_nothing_of_it
         assert all(sync["committed"] for sync in each.events("sync"))
 
 
+@pytest.mark.slow
 def test_replicas_that_were_initialised_differently_start_from_the_one_that_torchft_chose(
     cluster: Callable[..., Cluster],
 ) -> None:

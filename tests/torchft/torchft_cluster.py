@@ -83,21 +83,21 @@ class Cluster:
             child = self._start([sys.executable, SCRIPT, json.dumps(given)], stdout=out, stderr=err)
         return Running(child, path)
 
-    def daemon(self, index: int, *, key: Path, peers: list[str] | None = None) -> str:
-        """A sidecar for replica `index`; its address once it answers."""
-        state_dir = self.state_dir(index)
-        command: list[str | Path] = [*SWARM_NODE, "serve", "--state-dir", state_dir, "--listen", "127.0.0.1:0"]
-        command += ["--swarm-key", key, "--run", "torchft-test", "--name", f"r{index}"]
+    def daemon(self, index: int, *, key: Path, peers: list[str] | None = None) -> subprocess.Popen[bytes]:
+        """Starts a sidecar for replica `index`; `address_of` waits until it answers."""
+        command: list[str | Path] = [*SWARM_NODE, "serve", "--state-dir", self.state_dir(index)]
+        command += ["--listen", "127.0.0.1:0", "--swarm-key", key, "--run", "torchft-test", "--name", f"r{index}"]
         if peers:
             command += ["--peers", ",".join(peers)]
-        child = self._start(command)
+        return self._start(command)
+
+    def address_of(self, index: int, child: subprocess.Popen[bytes]) -> str:
+        """Where that sidecar listens, once it does."""
         deadline_at = time.monotonic() + 30
         while True:
-            client = ControlClient.find(state_dir)
-            if client is not None:
-                status = client.status()
-                if status["pid"] == child.pid:
-                    return str(status["listen"])
+            client = ControlClient.find(self.state_dir(index))
+            if client is not None and (status := client.status())["pid"] == child.pid:
+                return str(status["listen"])
             assert child.poll() is None, f"the daemon ended with {child.returncode}: {child.log.read_text()[-2000:]}"
             assert time.monotonic() < deadline_at, "the daemon does not answer"
             time.sleep(0.05)

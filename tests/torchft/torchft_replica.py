@@ -31,7 +31,7 @@ from hotswarm.demo.data import Batches
 from hotswarm.demo.journal import digests
 from hotswarm.diloco import ExactNesterov
 from hotswarm.errors import RecoveryError
-from hotswarm.torchft import SwarmCheckpointTransport, attach
+from hotswarm.torchft import SwarmCheckpointTransport, TorchftAdapter, attach
 
 HOST = "localhost"
 
@@ -57,7 +57,19 @@ class Settings:
     recover: bool = True
     freeze: bool = False  # inner lr 0 up to the first sync: what is synced is what was restored
     timeout_s: float = 20.0
+    plain: bool = False  # torchft alone: its own transport, nothing of hotswarm attached
+    bomb: str = ""  # the user state holds an object whose unpickling makes this folder
     config: dict[str, Any] = field(default_factory=dict)
+
+
+class Bomb:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
 
 
 def say(kind: str, **fields: Any) -> None:
@@ -84,8 +96,8 @@ def main(settings: Settings) -> None:
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
         load_state_dict=lambda state: say("user_load"),
-        state_dict=dict,
-        checkpoint_transport=transport,
+        state_dict=lambda: {"bomb": Bomb(settings.bomb)} if settings.bomb else {},
+        checkpoint_transport=None if settings.plain else transport,
         min_replica_size=1,
         use_async_quorum=False,
         init_sync=settings.init_sync,
@@ -116,8 +128,11 @@ def main(settings: Settings) -> None:
         scheduler=scheduler,
         dataloader=batches,
     )
-    adapter = attach(manager, diloco, checkpointer)
-    checkpointer.start()
+    if settings.plain:
+        adapter = TorchftAdapter(manager, diloco, model)
+    else:
+        adapter = attach(manager, diloco, checkpointer)
+        checkpointer.start()
 
     def state() -> dict[str, str]:
         return digests(model, inner, adapter.outer_tree())
