@@ -7,15 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotswarm.swarm.identity import NodeIdentity
+from hotswarm.swarm.recordbook import MEMORY_S, Outcome, RecordBook
 from hotswarm.swarm.records import (
     MAX_ADDRESSES,
     MAX_TTL_S,
     MAX_VALUE_BYTES,
-    MEMORY_S,
     SHARDS,
-    Outcome,
     Record,
-    RecordBook,
     RecordError,
     Relayed,
     SignedRecord,

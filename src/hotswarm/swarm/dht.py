@@ -29,10 +29,10 @@ from hotswarm.swarm.crawl import crawl
 from hotswarm.swarm.identity import NodeIdentity
 from hotswarm.swarm.kad import K, MergeStorage, SealedProtocol, SealedServer
 from hotswarm.swarm.peercache import PeerCache
+from hotswarm.swarm.recordbook import RecordBook
 from hotswarm.swarm.records import (
     MAX_TTL_S,
     Record,
-    RecordBook,
     RecordError,
     Relayed,
     SignedRecord,

@@ -29,7 +29,8 @@ from kademlia.node import Node
 from kademlia.protocol import KademliaProtocol
 from kademlia.storage import IStorage
 
-from hotswarm.swarm.records import MAX_VALUE_BYTES, Outcome, RecordBook, RecordError, decode_value
+from hotswarm.swarm.recordbook import Outcome, RecordBook
+from hotswarm.swarm.records import MAX_VALUE_BYTES, RecordError, decode_value
 from hotswarm.swarm.sealed import OVERHEAD, Address, SealedChannel, canonical
 
 log = logging.getLogger(__name__)
