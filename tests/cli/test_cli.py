@@ -231,6 +231,20 @@ def test_doctor_finds_nothing_wrong_here_and_what_is_wrong_elsewhere(processes, 
     assert not (short_dir / "two").exists()
 
 
+def test_verify_has_a_damaged_snapshot_put_into_quarantine(processes, short_dir, cli):
+    state_dir = short_dir / "state"
+    start_daemon(processes, state_dir)
+    ids = store_steps(state_dir, 1, 2)
+    damage(state_dir, ids[1])
+    done = cli("verify", "--state-dir", state_dir)
+    assert done.returncode == 13
+    assert ids[1] in done.stdout
+    assert [info.snapshot_id for info in client_of(state_dir).snapshots()] == [ids[0]]
+    assert client_of(state_dir).status()["health"]["state"] == "yellow"
+    assert ids[1] in client_of(state_dir).status()["health"]["reasons"][0]
+    assert cli("verify", "--state-dir", state_dir).returncode == 0
+
+
 # ---------------------------------------------------------------- keys
 
 

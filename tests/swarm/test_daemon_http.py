@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from daemons import client_of, start_daemon
@@ -117,6 +118,33 @@ def test_sockets_are_for_this_user_only(processes, short_dir):
         assert path.parent.stat().st_mode & 0o077 == 0
 
 
+AS_ANOTHER_USER = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+import hotswarm.swarm.opened
+from hotswarm.errors import HotswarmError
+from hotswarm.swarm.control import ControlClient
+os.setgroups([int(sys.argv[3])]); os.setgid(65534); os.setuid(65534)
+client = ControlClient(sys.argv[1])
+def attach():
+    client.attach(4096, 4096, 1).close()
+for call in (client.status, attach, lambda: client.open_snapshot("0" * 32)):
+    try:
+        call()
+        print("worked")
+    except HotswarmError as error:
+        print(type(error).__name__)
+"""
+
+
+def as_another_user(control, group: int) -> list[str]:
+    source = str(Path(__file__).parents[2] / "src")
+    argv = [sys.executable, "-c", AS_ANOTHER_USER, str(control), source, str(group)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_user_is_refused_even_where_file_modes_would_let_it_in(processes, short_dir):
     start_daemon(processes, short_dir / "state")
@@ -125,21 +153,16 @@ def test_another_user_is_refused_even_where_file_modes_would_let_it_in(processes
         path.chmod(0o666)
     control.parent.chmod(0o755)
     control.parent.parent.chmod(0o755)
-    code = (
-        "import os, sys\nsys.path.insert(0, sys.argv[2])\n"
-        "from hotswarm.swarm.control import ControlClient\n"
-        "from hotswarm.errors import NotAuthorised\n"
-        "import hotswarm.swarm.opened\n"
-        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "client = ControlClient(sys.argv[1])\n"
-        "for call in (client.status, lambda: client.attach(4096, 4096, 1), lambda: client.open_snapshot('0' * 32)):\n"
-        "    try:\n        call()\n    except NotAuthorised:\n        print('refused')\n"
-    )
-    source = str(__import__("pathlib").Path(__file__).parents[2] / "src")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(control), source], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.stdout.split() == ["refused"] * 3, done.stderr
+    assert as_another_user(control, 65534) == ["NotAuthorised"] * 3
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_members_of_the_configured_group_are_let_in(processes, short_dir):
+    start_daemon(processes, short_dir / "state", "--socket-group", "54321")
+    control = client_of(short_dir / "state").socket
+    control.parent.parent.chmod(0o755)  # the test's own folder around the runtime folder
+    assert as_another_user(control, 54321) == ["worked", "worked", "NoSnapshot"]
+    assert as_another_user(control, 54322) == ["ControlError"] * 3  # the kernel refuses
 
 
 def test_errors_arrive_as_the_class_that_the_daemon_raised(processes, short_dir):

@@ -357,6 +357,21 @@ def test_spawning_twice_gives_one_daemon(short_dir):
         end(pid)
 
 
+def test_spawning_waits_for_a_daemon_that_is_just_ending(short_dir):
+    state_dir = short_dir / "state"
+    first = spawn(config(state_dir))
+    pids = [first.status()["pid"]]
+    try:
+        first.stop()
+        second = spawn(config(state_dir))
+        pids.append(second.status()["pid"])
+        assert pids[0] != pids[1]
+        assert second.status()["ready"]
+    finally:
+        for pid in pids:
+            end(pid)
+
+
 def test_spawning_where_it_cannot_work_says_why(short_dir):
     taken = FileStore(short_dir / "state").open_for_writing()
     try:

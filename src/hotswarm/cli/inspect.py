@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,15 @@ import typer
 from hotswarm.cli import daemon, exits, output
 from hotswarm.cli.options import JsonFlag, node_options
 from hotswarm.config import Settings
-from hotswarm.errors import ControlError, IntegrityError, ManifestError, NoSnapshot, NotAuthorised, StoreError
+from hotswarm.errors import (
+    ControlError,
+    HotswarmError,
+    IntegrityError,
+    ManifestError,
+    NoSnapshot,
+    NotAuthorised,
+    StoreError,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,10 +92,9 @@ def peers(
     """The other nodes, and how far they are."""
     with daemon.running(settings) as client:
         deadline = time.monotonic() + wait
-        found = client.peers()
-        while not found and time.monotonic() < deadline:
-            time.sleep(0.2)
-            found = client.peers()
+        while not (found := client.peers()) and time.monotonic() < deadline:
+            client.clock()  # asks the neighbours, and looks for some when it knows none; NotAuthorised when all refuse
+            time.sleep(0.1)
         refused = bool(client.status()["swarm"].get("refused"))
     if as_json:
         output.print_json({"peers": found})
@@ -106,7 +114,7 @@ def _peer_rows(found: Iterable[Json]) -> Iterable[tuple[str, ...]]:
         state = peer.get("error") or ("live" if peer.get("live") else "known")
         addresses = peer.get("addresses") or [peer.get("address", "")]
         yield (
-            str(peer.get("node", ""))[:12],
+            str(peer.get("node") or "-")[:12],
             str(peer.get("name", "")),
             str(addresses[0]) if addresses else "",
             str(clock.get("outer_step", peer.get("outer_step", "-"))),
@@ -197,17 +205,17 @@ def _one(found: list[SnapshotInfo], wanted: str) -> SnapshotInfo:
 def _verified(settings: Settings, info: SnapshotInfo) -> Json:
     from hotswarm.store.files import FileStore
 
-    error = None
+    error, client = None, daemon.find(settings)
+    store = FileStore(settings.config.state_dir, settings.config.run)
     try:
-        client = daemon.find(settings)
-        store = FileStore(settings.config.state_dir, settings.config.run)
         source = store.open(info.snapshot_id) if client is None else client.open_snapshot(info.snapshot_id)
-        try:
+        with contextlib.closing(source):
             source.verify()
-        finally:
-            source.close()
     except (IntegrityError, ManifestError) as failure:
         error = str(failure)
+        if client is not None:  # the daemon looks for itself, and puts it into quarantine
+            with contextlib.suppress(HotswarmError):
+                client.verify(info.snapshot_id)
     except StoreError as failure:
         raise ControlError(f"snapshot {info.snapshot_id} cannot be checked: {failure}") from None
     return {"snapshot_id": info.snapshot_id, "bytes": info.bytes, "error": error}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import grp
 import os
 import socket
+import stat
 import struct
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def listen_unix(path: Path, kind: socket.SocketKind, gid: int | None) -> socket.
             os.umask(old)
         if gid is not None:
             os.chown(path, -1, gid)
+            _let_through(path.parent, gid)
         path.chmod(0o660)
         sock.listen(64)
         sock.setblocking(False)
@@ -52,6 +54,14 @@ def listen_unix(path: Path, kind: socket.SocketKind, gid: int | None) -> socket.
         sock.close()
         raise LocalFailure(f"cannot listen on {path}: {error}; is its folder writable for this user?") from None
     return sock
+
+
+def _let_through(folder: Path, gid: int) -> None:
+    """The group may pass our own private folder to reach the socket in it, and see nothing else there."""
+    found = folder.stat()
+    if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == 0o700:
+        os.chown(folder, -1, gid)
+        folder.chmod(0o710)
 
 
 def may_use(sock: socket.socket, gid: int | None) -> bool:

@@ -106,6 +106,8 @@ class Berth:
             for former in list(self._watched):
                 self._unwatch(former)
             await self._finish_leaving()
+            if not fds:
+                self._persister.forget_failures()
             arena, reused = await self._arena_for(slot_bytes, table_bytes, slots, fds)
             if connection.hung_up():
                 return

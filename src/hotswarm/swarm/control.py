@@ -167,7 +167,7 @@ class ControlClient:
         for line in self._lines("/api/v1/recover", request.to_json(), None):
             if "outcome" in line:
                 return RecoverOutcome.from_json(line["outcome"])
-            if on_progress is not None and "progress" in line:
+            if on_progress is not None and line.get("progress"):  # an empty one is a heartbeat
                 on_progress(line["progress"])
         raise ControlError("the daemon ended a recovery without an outcome; was it stopped? see its log")
 

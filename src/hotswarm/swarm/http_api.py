@@ -63,7 +63,7 @@ class Api(Protocol):
     async def verify(self, snapshot_id: str) -> Json:
         """Check every digest of a snapshot."""
 
-    def pin(self, snapshot_id: str, *, pinned: bool) -> None:
+    async def pin(self, snapshot_id: str, *, pinned: bool) -> None:
         """Keep a snapshot from retention, or no longer."""
 
     def request_stop(self) -> None:
@@ -176,7 +176,7 @@ async def _verify(request: web.Request) -> web.StreamResponse:
 
 async def _pin(request: web.Request) -> web.StreamResponse:
     body = await _body(request)
-    request.app[API].pin(_field(body, "snapshot_id", str), pinned=_field(body, "pinned", bool))
+    await request.app[API].pin(_field(body, "snapshot_id", str), pinned=_field(body, "pinned", bool))
     return web.json_response({})
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hotswarm.config import NodeConfig
-from hotswarm.errors import ControlError, HotswarmError, NoSnapshot
+from hotswarm.errors import ControlError, HotswarmError, IntegrityError, ManifestError, NoSnapshot
 from hotswarm.ids import SnapshotId, is_snapshot_id
 from hotswarm.store.base import SnapshotInfo
 from hotswarm.store.files import FileStore
@@ -120,6 +120,7 @@ class Node:
         self._exit_code = 0
         self._linger: asyncio.TimerHandle | None = None
         self._announcing: asyncio.Task[None] | None = None
+        self._to_announce: SnapshotId | None = None
         self._recoveries: deque[Json] = deque(maxlen=KEPT_RECOVERIES)
         self._store = store
         self._persister = Persister(store, identity, self._stored)
@@ -238,15 +239,18 @@ class Node:
     # ---------------------------------------------------------------- events
 
     def _stored(self, info: SnapshotInfo) -> None:
-        """A snapshot became durable: tell the swarm, one announcement at a time, always the newest."""
+        """A snapshot became durable: tell the swarm, one announcement at a time, and the newest in the end."""
+        self._to_announce = info.snapshot_id
         if self._announcing is None or self._announcing.done():
             self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     async def _announce(self) -> None:
-        try:
-            await self._side.announce()
-        except (HotswarmError, OSError, TimeoutError) as error:
-            log.warning("could not announce the newest snapshot: %s; the next one tries again", error)
+        while self._to_announce is not None:
+            self._to_announce = None
+            try:
+                await self._side.announce()
+            except (HotswarmError, OSError, TimeoutError) as error:
+                log.warning("could not announce the newest snapshot: %s; the next one tries again", error)
 
     async def _on_message(self, connection: Connection, message: Json, fds: list[int]) -> None:
         operation = message.get("op")
@@ -354,21 +358,22 @@ class Node:
         return snapshot_to_json(await self._side.fetch(peer, request, progress))
 
     async def verify(self, snapshot_id: str) -> Json:
-        """Check every digest of a snapshot; a damaged one is quarantined."""
+        """Check every digest of a snapshot; a damaged one goes into quarantine."""
         known = self._known(snapshot_id)
 
         def check() -> Json:
-            with self._store.open(known) as source:
-                source.verify()
-                sections = source.manifest.sections
-                return {"snapshot_id": known, "bytes": source.manifest.raw_bytes, "sections": list(sections)}
+            try:
+                with self._store.open(known) as source:
+                    source.verify()
+                    manifest = source.manifest
+            except (IntegrityError, ManifestError) as error:
+                self._store.quarantine(known, str(error))
+                raise
+            return {"snapshot_id": known, "bytes": manifest.raw_bytes, "sections": list(manifest.sections)}
 
         return await asyncio.to_thread(check)
 
-    def pin(self, snapshot_id: str, *, pinned: bool) -> None:
+    async def pin(self, snapshot_id: str, *, pinned: bool) -> None:
         """Keep a snapshot from retention, or no longer."""
         known = self._known(snapshot_id)
-        if pinned:
-            self._store.pin(known)
-        else:
-            self._store.unpin(known)
+        await asyncio.to_thread(self._store.pin if pinned else self._store.unpin, known)

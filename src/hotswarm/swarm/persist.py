@@ -89,6 +89,11 @@ class Persister:
             arena.requeue_unread()
             self.wake()
 
+    def forget_failures(self) -> None:
+        """A new trainer numbers its captures anew: what failed under the same numbers is no answer to it."""
+        for seq in [seq for seq, result in self._results.items() if isinstance(result, HotswarmError)]:
+            del self._results[seq]
+
     def wake(self) -> None:
         """A hint that some slot may be READY."""
         self._wake.set()
@@ -165,7 +170,12 @@ class Persister:
                 async with asyncio.timeout(POLL_S if self._arena is not None else None):
                     await self._wake.wait()
             self._wake.clear()
-            await self._persist_ready()
+            try:
+                await self._persist_ready()
+            except Exception as error:  # a watch that ended would leave every later capture unprotected
+                self.last_error = f"watching the arena failed: {type(error).__name__}: {error}"
+                log.exception("watching the arena failed; going on")
+                await asyncio.sleep(POLL_S)
 
     async def _persist_ready(self) -> None:
         arena = self._arena

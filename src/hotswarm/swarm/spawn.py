@@ -22,11 +22,13 @@ from typing import Any, Self
 
 from hotswarm.config import NodeConfig
 from hotswarm.errors import ControlError, LocalFailure, LockedError
+from hotswarm.store.lock import read_lock
 from hotswarm.swarm.channel import error_from_json
 from hotswarm.swarm.control import ControlClient
-from hotswarm.swarm.paths import socket_path
+from hotswarm.swarm.paths import read_daemon_info, socket_path
 
 READY_TIMEOUT_S = 30.0  # a start takes under a second; a machine that swaps may take many
+STOPPING_TIMEOUT_S = 15.0  # a daemon that ends writes at most its arena's slots, and withdraws for up to 5 s
 LOG_NAME = "daemon.log"
 MAX_LOG_BYTES = 8 << 20  # a log that has grown past this is put aside at the next start
 
@@ -48,10 +50,20 @@ def spawn(config: NodeConfig) -> ControlClient:
     last trainer left. Raises what kept it from starting: LockedError, NotAuthorised, ConfigError, LocalFailure.
     """
     with _spawn_lock(config.state_dir):
-        running = ControlClient.find(config.state_dir)
-        if running is not None:
-            return running
-        return start_daemon(config, spawned=True, detach=True).client
+        deadline = time.monotonic() + STOPPING_TIMEOUT_S
+        while True:
+            running = ControlClient.find(config.state_dir)
+            if running is not None and _ready(running):
+                return running
+            try:
+                return start_daemon(config, spawned=True, detach=True).client
+            except LockedError:
+                # The state directory is held by one that is just ending, persisting what it has: it will let go. A
+                # port that is held, or a directory that another kind of process holds, stays so.
+                ending = read_lock(config.state_dir)[1] and read_daemon_info(config.state_dir) is not None
+                if not ending or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
 
 def start_daemon(
@@ -79,6 +91,13 @@ def start_daemon(
         raise error_from_json(answer["error"])
     client = ControlClient(answer["socket"])
     return Started(client, int(answer["pid"]), str(answer["listen"]), None if detach else process)
+
+
+def _ready(client: ControlClient) -> bool:
+    try:
+        return bool(client.status()["ready"])
+    except ControlError:
+        return False
 
 
 class _Pipe:

@@ -1,0 +1,92 @@
+"""`swarm-node recover` and `peers` against real neighbours."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "swarm"))
+from daemons import client_of, run_cli, start_daemon
+from little_trainer import INNER_STEPS, LittleState, LittleTrainer, check_one_step
+
+from hotswarm.store.files import FileStore
+
+
+def key_file(folder: Path, name: str) -> Path:
+    assert run_cli("keygen", "--swarm-key", folder / name).returncode == 0
+    return folder / name
+
+
+@pytest.fixture
+def swarm(processes, short_dir):
+    """Two nodes at outer step 3 under one key, each with its trainer attached; (key, address, address)."""
+    key = key_file(short_dir, "swarm.key")
+    trainers, addresses = [], []
+    for name in ("a", "b"):
+        peers = ["--peers", ",".join(addresses)] if addresses else []
+        start_daemon(processes, short_dir / name, "--swarm-key", str(key), "--name", name, *peers)
+        addresses.append(client_of(short_dir / name).status()["listen"])
+        trainer = LittleTrainer(short_dir / name, LittleState())
+        trainer.attach()
+        trainer.session.flush(trainer.capture(3 * INNER_STEPS), 30.0)
+        trainer.arena.write_live(3, 0, 3 * INNER_STEPS, 1.0, INNER_STEPS)
+        trainers.append(trainer)
+    yield key, *addresses
+    for trainer in trainers:
+        trainer.session.close()
+
+
+def test_a_node_without_anything_recovers_from_its_neighbours(swarm, short_dir):
+    key, first, second = swarm
+    at = ("--state-dir", short_dir / "c", "--swarm-key", key, "--peers", f"{first},{second}")
+    peers = json.loads(run_cli("peers", "--json", *at).stdout)["peers"]
+    assert {peer["name"] for peer in peers} <= {"a", "b"}
+    assert peers
+    dry = run_cli("recover", "--dry-run", *at)
+    assert dry.returncode == 0, dry.stderr
+    assert "would" in dry.stdout
+    assert FileStore(short_dir / "c").snapshots() == []
+    done = run_cli("recover", "--json", *at)
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads(done.stdout)
+    assert outcome["action"] in {"outer", "clone"}
+    assert outcome["report"]["outer_step"] == 3
+    assert outcome["report"]["agreement"] == "agreed"
+    (kept,) = FileStore(short_dir / "c").snapshots()
+    assert (kept.snapshot_id, kept.kind, kept.own) == (outcome["snapshot_id"], "recovery", False)
+    with FileStore(short_dir / "c").open(kept.snapshot_id) as source:
+        source.verify()
+        if kept.complete:
+            assert check_one_step(source) == 3 * INNER_STEPS
+    text = run_cli("snapshots", "--state-dir", short_dir / "c").stdout
+    assert "from " in text
+
+
+def test_recovering_from_one_named_neighbour(swarm, short_dir):
+    key, first, second = swarm
+    done = run_cli("recover", "--from", second, "--state-dir", short_dir / "c", "--swarm-key", key, "--peers", first)
+    assert done.returncode == 0, done.stderr
+    donor = client_of(short_dir / "b").status()["node"][:12]
+    assert donor in done.stdout
+    assert client_of(short_dir / "a").status()["node"][:12] not in done.stdout
+
+
+def test_with_nobody_there_is_nothing_to_recover(short_dir):
+    done = run_cli("recover", "--state-dir", short_dir / "c", "--timeout", "2")
+    assert done.returncode == 10, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("swarm-node: ")
+    assert run_cli("peers", "--wait", "0.2", "--state-dir", short_dir / "c").stdout.strip() == "no peers found"
+
+
+def test_the_wrong_key_exits_12(swarm, short_dir):
+    _, first, second = swarm
+    other = key_file(short_dir, "other.key")
+    at = ("--state-dir", short_dir / "c", "--swarm-key", other, "--peers", f"{first},{second}")
+    done = run_cli("recover", "--timeout", "10", *at)
+    assert done.returncode == 12, done.stderr
+    assert "key" in done.stderr.splitlines()[-1]
+    done = run_cli("peers", *at)
+    assert done.returncode == 12, done.stdout
