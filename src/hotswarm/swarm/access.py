@@ -17,7 +17,7 @@ from hotswarm.errors import ConfigError, LocalFailure
 from hotswarm.swarm.channel import peer_credentials
 
 SO_PEERGROUPS = 59  # linux/asm-generic/socket.h; Python's socket module does not name it
-MAX_GROUPS = 1024
+MAX_GROUPS = 256  # getsockopt of Python takes 1,024 bytes at most; a user with more groups counts by the primary one
 
 
 def group_id(name: str | None) -> int | None:
@@ -76,5 +76,5 @@ def _peer_groups(sock: socket.socket) -> tuple[int, ...]:
     try:
         raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, MAX_GROUPS * 4)
     except OSError:
-        return ()  # an old kernel: the primary group alone counts
+        return ()
     return struct.unpack(f"{len(raw) // 4}I", raw)
