@@ -53,6 +53,10 @@ def _one_neighbour_differs(data: Json) -> None:
     sync["digests"]["outer"] = "other"
 
 
+def _agreed_with_nobody(data: Json) -> None:
+    events(data, "c", 2, "recovered")[0]["report"]["agreement"] = "unconfirmed"
+
+
 def _empty_moments(data: Json) -> None:
     events(data, "c", 2, "recovered")[0]["digests"]["exp_avg_sq"] = "zeros"
 
@@ -112,10 +116,11 @@ STATE = [
     (_only_nine_steps_replayed, "b replays its last steps with exactly the losses printed before"),
     (_resumed_with_other_moments, "b resumes from its own daemon, bit for bit, without the network"),
     (_resumed_over_the_network, "b resumes from its own daemon, bit for bit, without the network"),
-    (_stepped_before_it_restored, "c's outer parameters and momentum equal the neighbours' before its first step"),
-    (_other_outer_momentum, "c's outer parameters and momentum equal the neighbours' before its first step"),
-    (_one_neighbour_differs, "c's outer parameters and momentum equal the neighbours' before its first step"),
-    (_empty_moments, "c's AdamW moments equal the inner donor's before its first step"),
+    (_stepped_before_it_restored, "c holds the neighbours' outer parameters and momentum before its first step"),
+    (_other_outer_momentum, "c holds the neighbours' outer parameters and momentum before its first step"),
+    (_one_neighbour_differs, "c holds the neighbours' outer parameters and momentum before its first step"),
+    (_agreed_with_nobody, "c holds the neighbours' outer parameters and momentum before its first step"),
+    (_empty_moments, "c holds the inner donor's AdamW moments before its first step"),
     (_one_donor_only, "c fetched from both neighbours at once"),
     (_inner_donor_killed, "the fetch finishes although a's daemon dies while it runs"),
     (_donor_killed_after_the_fetch, "the fetch finishes although a's daemon dies while it runs"),

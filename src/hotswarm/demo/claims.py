@@ -118,7 +118,7 @@ def same_sync(record: Record, act: Event) -> Claim:
 
 def outer_state_equal(record: Record, act: Event) -> Claim:
     """Before its first step the joiner holds the outer parameters and momentum that every survivor had at that step."""
-    sentence = f"{act.data['label']}'s outer parameters and momentum equal the neighbours' before its first step"
+    sentence = f"{act.data['label']} holds the neighbours' outer parameters and momentum before its first step"
     restored = _lives(record, act)[1].restored()
     if restored is None:
         return Claim(sentence, False, "nothing was restored before the first step")
@@ -134,17 +134,17 @@ def outer_state_equal(record: Record, act: Event) -> Claim:
     equal = [
         other for other in theirs if all(digests.get(key) and other.get(key) == digests[key] for key in OUTER_DIGESTS)
     ]
+    agreement = restored.mapping("report").get("agreement")
     return Claim(
         sentence,
-        len(theirs) == wanted == len(equal),
-        f"outer step {step}: {len(equal)} of {wanted} neighbours equal; agreement "
-        f"{restored.mapping('report').get('agreement')}",
+        len(theirs) == wanted == len(equal) and agreement == "agreed",
+        f"outer step {step}, {agreement}: equal to {len(equal)} of {wanted} neighbours",
     )
 
 
 def moments_equal(record: Record, act: Event) -> Claim:
     """Its AdamW moments are those of a snapshot that its inner donor had captured."""
-    sentence = f"{act.data['label']}'s AdamW moments equal the inner donor's before its first step"
+    sentence = f"{act.data['label']} holds the inner donor's AdamW moments before its first step"
     restored = _lives(record, act)[1].restored()
     if restored is None:
         return Claim(sentence, False, "nothing was restored before the first step")
