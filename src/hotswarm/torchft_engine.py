@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hotswarm.capture.diloco import Counters, TorchOuterState, Tree
+from hotswarm.capture.diloco import Counters
 from hotswarm.capture.naming import named_tensors
+from hotswarm.capture.outer import TorchOuterState, Tree
 from hotswarm.errors import ConfigError, Incompatible
 
 try:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hotswarm.capture.diloco import HYPER, Counters
+from hotswarm.capture.diloco import Counters
 from hotswarm.capture.incoming import (
     FromTensor,
     IncomingState,
@@ -26,8 +26,10 @@ from hotswarm.capture.incoming import (
     incoming_from_source,
     materialise,
     promise_tensors,
+    promises_in,
 )
 from hotswarm.capture.naming import clean, optimizer_params
+from hotswarm.capture.outer import HYPER
 from hotswarm.capture.state import TrainingState, optimizer_key
 from hotswarm.capture.tensors import spec_of
 from hotswarm.errors import CaptureError, Incompatible
@@ -43,18 +45,18 @@ def to_dict(source: SnapshotSource, *, kind: str | None = None, model: Literal["
     """The snapshot as a dict with its own tensors (a whole copy of the state, on the CPU).
 
     `kind` replaces the manifest's ("recovery" for one fetched from a peer). With model="outer" the model's parameters
-    are the outer copy's. Raises Incompatible or StoreError.
+    are the outer copy's, and parts that were not fetched are left out. Raises Incompatible or StoreError.
     """
     manifest = source.manifest
     incoming = incoming_from_source(source)
-    trees: dict[str, Tree] = {name: materialise(tree) for name, tree in incoming.sections.items()}
+    sections = dict(incoming.sections)
+    if model == "outer":
+        sections["inner"] = _with_outer_model(incoming)
+    if "private" in sections and not _is_here(incoming, sections["private"]):
+        del sections["private"]  # a neighbour's: it never travels
+    trees: dict[str, Tree] = materialise(sections)
     inner, outer, private = trees.get("inner", {}), trees.get("outer"), trees.get("private", {})
     weights = dict(inner.get("model", {}))
-    if model == "outer":
-        if outer is None:
-            raise Incompatible("the snapshot has no outer section")
-        moved = {id(weights[name]): tensor for name, tensor in outer["params"].items() if name in weights}
-        weights = {name: moved.get(id(tensor), tensor) for name, tensor in weights.items()}  # tied names go along
     result: Tree = {
         "checkpoint_type": kind or manifest.kind,
         "timestamp": manifest.time_ms / 1000,
@@ -89,6 +91,28 @@ def to_dict(source: SnapshotSource, *, kind: str | None = None, model: Literal["
         "global": inner.get("optimizer", {}).get("global", {}),
     }
     return result
+
+
+def _with_outer_model(incoming: IncomingState) -> Tree:
+    """The inner section with the outer copy as its model, and without optimizer state that was not fetched: a joiner
+    fetches neither the donor's live parameters nor, when it starts afresh, the moments.
+    """
+    inner = dict(incoming.section("inner"))
+    outer, live = incoming.section("outer")["params"], inner["model"]
+    moved = {id(live[name]): promise for name, promise in outer.items() if name in live}  # tied names go along
+    inner["model"] = {name: moved.get(id(promise), promise) for name, promise in live.items()}
+    for key in [key for key in inner if key.startswith("optimizer")]:
+        if not _is_here(incoming, inner[key]):
+            del inner[key]
+    return inner
+
+
+def _is_here(incoming: IncomingState, tree: Tree) -> bool:
+    try:
+        incoming.check_present(promises_in(tree))
+    except Incompatible:
+        return False
+    return True
 
 
 def _positional(tree: Tree) -> tuple[Tree, list[str]]:

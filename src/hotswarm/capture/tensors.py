@@ -18,6 +18,11 @@ NAME_OF_DTYPE: dict[torch.dtype, str] = {
 }
 """The dtypes that can be captured: those whose tensors are nothing but their bytes."""
 
+_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory  # tensors have no buffer interface of their own
+_view_of_memory.restype = ctypes.py_object
+_view_of_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_WRITABLE = 0x200  # PyBUF_WRITE
+
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _SAME_SIZE_INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COPYABLE = frozenset({torch.complex32, torch.complex64, torch.complex128})
@@ -70,7 +75,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+    return cast("memoryview", _view_of_memory(tensor.data_ptr(), nbytes, _WRITABLE))
 
 
 def copy_elements(target: Tensor, source: Tensor) -> None:
