@@ -74,7 +74,9 @@ def _check_hyper(lr: float, momentum: float, weight_decay: float) -> None:
 
 
 class ExactNesterov(Optimizer):
-    """`torch.optim.SGD(nesterov=True)` in single-rounding operations: the same bits on every host, CPU or CUDA.
+    """`torch.optim.SGD(nesterov=True)` in single-rounding operations: the same bits on every host.
+
+    Run on CPUs without vector units, with AVX2 and with AVX512; on CUDA it follows from IEEE 754 and was not run here.
 
     Use it as the outer optimizer where hosts of different hardware should agree on the outer state digest. Its state
     and its parameter groups have SGD's keys, so that either loads the other's `state_dict()`.

@@ -16,11 +16,11 @@ H = 10
 def cluster(short_dir: Path, processes: Any, lighthouse: Callable[..., str]) -> Callable[..., Cluster]:
     """A lighthouse, and for each replica a sidecar daemon that knows the first one."""
 
-    def make(replicas: int, **options: Any) -> Cluster:
+    def make(replicas: int, flags: tuple[str, ...] = (), **options: Any) -> Cluster:
         made = Cluster(short_dir, lighthouse(**options), processes.start)
         key = made.key()
-        first = made.address_of(0, made.daemon(0, key=key))
-        others = {index: made.daemon(index, key=key, peers=[first]) for index in range(1, replicas)}
+        first = made.address_of(0, made.daemon(0, key=key, flags=flags))
+        others = {index: made.daemon(index, key=key, peers=[first], flags=flags) for index in range(1, replicas)}
         for index, child in others.items():
             made.address_of(index, child)
         return made
@@ -107,3 +107,21 @@ def test_replicas_that_were_initialised_differently_start_from_the_one_that_torc
     for one, other in zip(*syncs, strict=True):
         agree(one, other)
     assert sorted(sync[0]["heals"] for sync in syncs) == [[0, 1], [1, 0]]
+
+
+@pytest.mark.slow
+def test_a_heal_that_would_take_longer_than_the_managers_timeout_is_given_up_with_nothing_changed(
+    cluster: Callable[..., Cluster],
+) -> None:
+    swarm = cluster(2, flags=("--max-upload-bytes-per-s", "1000"), min_replicas=1, join_timeout_ms=500)
+    common = {"sync_every": H, "rounds": 10_000}
+    healthy = swarm.replica(0, step_s=0.1, hidden=4096, **common)
+    healthy.wait_for("sync", outer=1)
+    late = swarm.replica(1, seed=99, recover=False, step_s=0.0, timeout_s=8, hidden=4096, **common)
+    assert late.child.wait(90) == 3, late.tail()
+    (left,) = late.events("left")
+    assert "in time" in left["reason"], left
+    assert left["changed"] is False
+    reached = healthy.events("sync")[-1]["outer"]
+    healthy.wait_for("sync", outer=reached + 2)
+    assert sum(not sync["committed"] for sync in healthy.events("sync")) <= 1

@@ -83,10 +83,22 @@ class Cluster:
             child = self._start([sys.executable, SCRIPT, json.dumps(given)], stdout=out, stderr=err)
         return Running(child, path)
 
-    def daemon(self, index: int, *, key: Path, peers: list[str] | None = None) -> subprocess.Popen[bytes]:
+    def daemon(
+        self, index: int, *, key: Path, peers: list[str] | None = None, flags: tuple[str, ...] = ()
+    ) -> subprocess.Popen[bytes]:
         """Starts a sidecar for replica `index`; `address_of` waits until it answers."""
         command: list[str | Path] = [*SWARM_NODE, "serve", "--state-dir", self.state_dir(index)]
-        command += ["--listen", "127.0.0.1:0", "--swarm-key", key, "--run", "torchft-test", "--name", f"r{index}"]
+        command += [
+            *flags,
+            "--listen",
+            "127.0.0.1:0",
+            "--swarm-key",
+            key,
+            "--run",
+            "torchft-test",
+            "--name",
+            f"r{index}",
+        ]
         if peers:
             command += ["--peers", ",".join(peers)]
         return self._start(command)

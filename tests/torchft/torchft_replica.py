@@ -46,6 +46,7 @@ class Settings:
     sync_every: int = 6
     rounds: int = 4  # stop once the outer step is this far
     seed: int = 0  # of the initial weights
+    hidden: int = 32  # width: about 50 bytes of outer parameters a unit
     inner_lr: float = 1e-2
     step_s: float = 0.03
     snapshot_every: int = 0  # inner steps; 0: at outer steps only
@@ -86,7 +87,7 @@ def main(settings: Settings) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(8, settings.hidden), nn.Tanh(), nn.Dropout(0.1), nn.Linear(settings.hidden, 4))
     torch.manual_seed(1000 + settings.index)
     inner = AdamW(model.parameters(), lr=settings.inner_lr)
     scheduler = LambdaLR(inner, lambda step: 1 / (1 + 0.1 * step))
@@ -164,7 +165,12 @@ def main(settings: Settings) -> None:
             inner.zero_grad()
             loss.backward()
             lr = inner.param_groups[0]["lr"]
-            inner.step()
+            outer_before = state()["outer"]
+            try:
+                inner.step()
+            except RecoveryError as error:
+                say("left", reason=str(error), changed=state()["outer"] != outer_before)
+                raise
             if not frozen:
                 scheduler.step()
             say("step", outer=outer, inner=position + 1, loss=loss.item().hex(), lr=lr)
@@ -192,8 +198,7 @@ if __name__ == "__main__":
     try:
         main(Settings(**json.loads(sys.argv[1])))
         say("end")
-    except RecoveryError as error:
-        say("left", reason=str(error))
+    except RecoveryError:
         code = 3
     sys.stdout.flush()
     os._exit(code)  # torchft's threads do not end by themselves
