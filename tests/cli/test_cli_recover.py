@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "swarm"))
-from daemons import client_of, run_cli, start_daemon
+from daemons import SWARM_NODE, client_of, run_cli, start_daemon
 from little_trainer import INNER_STEPS, LittleState, LittleTrainer, check_one_step
 
 from hotswarm.store.files import FileStore
@@ -90,3 +95,37 @@ def test_the_wrong_key_exits_12(swarm, short_dir):
     assert "key" in done.stderr.splitlines()[-1]
     done = run_cli("peers", *at)
     assert done.returncode == 12, done.stdout
+
+
+def test_a_fetch_shows_how_far_how_fast_and_how_long(processes, short_dir):
+    state = LittleState(1 << 21)
+    start_daemon(processes, short_dir / "a", "--max-upload-bytes-per-s", "1000000")
+    trainer = LittleTrainer(short_dir / "a", state)
+    trainer.attach()
+    trainer.session.flush(trainer.capture(3 * INNER_STEPS), 30.0)
+    address = client_of(short_dir / "a").status()["listen"]
+    terminal, other_end = pty.openpty()
+    try:
+        child = processes.start(
+            [*SWARM_NODE, "recover", "--mode", "clone", "--state-dir", short_dir / "c", "--peers", address],
+            stdout=subprocess.DEVNULL,
+            stderr=other_end,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        )
+        os.close(other_end)
+        seen = bytearray()
+        while child.poll() is None:
+            if select.select([terminal], [], [], 0.1)[0]:
+                try:
+                    seen += os.read(terminal, 65536)
+                except OSError:  # the other end is closed
+                    break
+        assert child.wait(30) == 0, seen.decode(errors="replace")
+    finally:
+        os.close(terminal)
+    text = seen.decode(errors="replace")
+    assert "fetch" in text
+    assert re.search(r"\d+(\.\d+)?/\d+(\.\d+)? [KM]iB", text), text
+    assert re.search(r"\d+(\.\d+)? [kM]B/s", text), text
+    assert re.search(r"0:00:0\d", text), text
+    trainer.session.close()
