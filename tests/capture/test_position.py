@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 
@@ -303,3 +304,14 @@ def test_detaching_in_mid_epoch_leaves_the_loop_running_and_attaching_twice_is_o
     assert type(loader) is DataLoader
     position.attach()
     assert len(list(loader)) == 6
+
+
+def test_a_copy_of_the_loader_is_not_mistaken_for_it():
+    loader = DataLoader(Numbers(), batch_size=2)
+    position = Position(loader)
+    position.attach()
+    iterator = iter(loader)
+    next(iterator)
+    assert len(list(copy.deepcopy(loader))) == 6
+    assert position.capture()["consumed"] == 1
+    assert len(list(iterator)) == 5

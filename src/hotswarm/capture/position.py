@@ -197,6 +197,10 @@ class Position:
         rng, self._pending_rng = self._pending_rng, None
         return self._resume(pending, capture_rng() if rng is None else rng, make)
 
+    def follows(self, loader: object) -> bool:
+        """Whether this is the loader that is followed."""
+        return loader is self._loader
+
     def _follow(self, inner: Iterator[Any], consumed: int) -> Iterator[Any]:
         followed = _Followed(self, inner, consumed)
         self._current = weakref.ref(followed)
@@ -312,7 +316,7 @@ def _following(plain: type) -> type:
 
         def begin_iteration(self: Any) -> Iterator[Any]:
             position = self.__dict__[_ATTRIBUTE]()
-            if position is None:  # its owner is gone without having detached
+            if position is None or not position.follows(self):  # its owner is gone, or this is a copy of the loader
                 return plain.__iter__(self)  # type: ignore[no-any-return, attr-defined]
             return position.begin(lambda: plain.__iter__(self))  # type: ignore[no-any-return, attr-defined]
 
