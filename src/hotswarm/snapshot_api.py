@@ -45,9 +45,13 @@ class Snapshot:
 
     @property
     def sections(self) -> Mapping[str, SectionEntry]:
-        """The sections whose bytes are all here, by name."""
-        complete = self._info.complete_sections
-        return {name: entry for name, entry in self.manifest.sections.items() if name in complete}
+        """The sections of which something is here, by name. In mode outer `inner` lacks the donor's live parameters."""
+        entries = self.manifest.sections
+        return {
+            name: entry
+            for name, entry in entries.items()
+            if any(self._source.has_chunk(name, index) for index in range(len(entry.chunk_digests)))
+        }
 
     @property
     def path(self) -> Path:
@@ -89,10 +93,12 @@ class Snapshot:
             parts = CLONE
         else:
             begin = Counters(there.outer_step, 0, there.training_step - there.inner_step)
-            parts = joining("take" if "inner" in self.sections else "empty", begin)
-        if adapter is None:
-            parts = dataclasses.replace(parts, extra=False)
-        Restorer(state).apply(incoming, parts)
+            parts = joining("take", begin)
+            try:
+                Restorer(state).check(incoming, parts)
+            except Incompatible:
+                parts = joining("empty", begin)  # the donor's moments did not come along
+        Restorer(state).apply(incoming, dataclasses.replace(parts, extra=False))
 
     def close(self) -> None:
         """Let go of its files. Harmless when done twice."""
