@@ -123,10 +123,10 @@ def judge(
     for voter in voters:
         states = servable_states(voter) - barred_states
         usable = {state for state in states if floor is None or state.outer_step >= floor}
-        for state in usable:
-            votes[state].add(voter.node)
+        for servable in usable:
+            votes[servable].add(voter.node)
         if states and not usable:
-            below[voter.node] = max(state.outer_step for state in states)
+            below[voter.node] = max(servable.outer_step for servable in states)
     forked = is_forked(own, voters)
     divergent = is_divergent(voters)
     state, agreement = _take(votes, voters, own, needed)
@@ -137,7 +137,7 @@ def judge(
     return Verdict(
         state=state,
         agreement=agreement,
-        votes={state: frozenset(nodes) for state, nodes in votes.items()},
+        votes={voted: frozenset(nodes) for voted, nodes in votes.items()},
         voters=voters,
         below_floor=below,
         ahead=_ahead(state, agreement, votes, voters),
