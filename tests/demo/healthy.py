@@ -89,7 +89,7 @@ def healthy() -> Json:
         14.0,
         2,
         0,
-        {**_digests(2, "b", 2 * H + 10), "params": "x"},
+        {**_digests(2, "b", 2 * H + 10), "params": "outer 2"},
         mode="auto",
         action="outer",
         donors=donors,

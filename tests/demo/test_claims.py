@@ -48,6 +48,10 @@ def _other_outer_momentum(data: Json) -> None:
     events(data, "c", 2, "recovered")[0]["digests"]["momentum"] = "other"
 
 
+def _model_is_not_the_outer_copy(data: Json) -> None:
+    events(data, "c", 2, "recovered")[0]["digests"]["params"] = "random"
+
+
 def _one_neighbour_differs(data: Json) -> None:
     sync = next(sync for sync in events(data, "a", 1, "sync") if sync["outer"] == 2)
     sync["digests"]["outer"] = "other"
@@ -118,6 +122,7 @@ STATE = [
     (_resumed_over_the_network, "b resumes from its own daemon, bit for bit, without the network"),
     (_stepped_before_it_restored, "c holds the neighbours' outer parameters and momentum before its first step"),
     (_other_outer_momentum, "c holds the neighbours' outer parameters and momentum before its first step"),
+    (_model_is_not_the_outer_copy, "c holds the neighbours' outer parameters and momentum before its first step"),
     (_one_neighbour_differs, "c holds the neighbours' outer parameters and momentum before its first step"),
     (_agreed_with_nobody, "c holds the neighbours' outer parameters and momentum before its first step"),
     (_empty_moments, "c holds the inner donor's AdamW moments before its first step"),

@@ -117,7 +117,9 @@ def same_sync(record: Record, act: Event) -> Claim:
 
 
 def outer_state_equal(record: Record, act: Event) -> Claim:
-    """Before its first step the joiner holds the outer parameters and momentum that every survivor had at that step."""
+    """Before its first step the joiner holds the outer parameters and momentum that every survivor had at that step,
+    and its model is those parameters.
+    """
     sentence = f"{act.data['label']} holds the neighbours' outer parameters and momentum before its first step"
     restored = _lives(record, act)[1].restored()
     if restored is None:
@@ -135,10 +137,12 @@ def outer_state_equal(record: Record, act: Event) -> Claim:
         other for other in theirs if all(digests.get(key) and other.get(key) == digests[key] for key in OUTER_DIGESTS)
     ]
     agreement = restored.mapping("report").get("agreement")
+    live = digests.get("params") == digests.get("outer")
     return Claim(
         sentence,
-        len(theirs) == wanted == len(equal) and agreement == "agreed",
-        f"outer step {step}, {agreement}: equal to {len(equal)} of {wanted} neighbours",
+        len(theirs) == wanted == len(equal) and agreement == "agreed" and live,
+        f"outer step {step}, {agreement}: equal to {len(equal)} of {wanted} neighbours, "
+        f"the model {'equal too' if live else 'differs'}",
     )
 
 
