@@ -44,7 +44,7 @@ FETCHED_SHARE = 0.8  # of a snapshot's bytes: outer parameters and momentum, bot
 SLOWEST_FETCH_S = 2 * FETCH_S  # all of it from one donor
 RESTARTS_PER_ROUND = 3.3  # the round is at least three restarts long; a tenth more against noise
 JOIN_SLACK_S = 2.0
-STUCK_S = 120.0  # no act takes that long; past it the demo is stuck
+STUCK_S = 240.0  # many times what any act takes; past it the demo is stuck
 
 T = TypeVar("T")
 
