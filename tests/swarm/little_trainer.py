@@ -202,7 +202,7 @@ def loop(trainer: LittleTrainer, log: object) -> None:
         stopping = True
 
     signal.signal(signal.SIGTERM, stop)
-    step = 0
+    step = trainer.seq - 1  # goes on where the trainer before it was killed
     while not stopping:
         assert trainer.session is not None
         if not trainer.session.alive:

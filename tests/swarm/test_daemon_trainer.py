@@ -45,6 +45,12 @@ def check_store(state_dir: Path) -> None:
         assert info.complete
 
 
+def settled(state_dir: Path) -> bool:
+    """Whether the daemon has no trainer and nothing left to persist."""
+    status = client_of(state_dir).status()
+    return status["trainer"] is None and set(status["persist"]["slots"]) <= {"FREE", "HELD"}
+
+
 def test_a_capture_becomes_durable_and_can_be_read_through_descriptors(processes, short_dir):
     start_daemon(processes, short_dir / "state")
     trainer = LittleTrainer(short_dir / "state", LittleState())
@@ -93,6 +99,27 @@ def test_a_trainer_killed_while_writing_leaves_nothing_torn(processes, short_dir
     check_store(state_dir)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [2])
+def test_a_trainer_killed_at_random_points_loses_nothing_that_was_ready(processes, short_dir, wait_until, seed):
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    state_dir, log = short_dir / "state", short_dir / "log"
+    start_daemon(processes, state_dir, "--max-hot-snapshots", "3")
+    for _ in range(20):
+        seen = len(logged(log, "committed"))
+        trainer = processes.start([*LITTLE_TRAINER, state_dir, log, "loop"])
+        wait_until(lambda seen=seen: len(logged(log, "committed")) > seen, 20, "a capture")
+        time.sleep(chance.uniform(0.0, 0.05))
+        trainer.kill()
+        trainer.wait()
+        last = int(logged(log, "committed")[-1])
+        wait_until(lambda last=last: steps(state_dir)[-1:] >= [last], 10, f"capture {last} of a killed trainer")
+        wait_until(lambda: settled(state_dir), 10, "the daemon to come to rest")
+        check_store(state_dir)
+    assert len(steps(state_dir)) == 3
+
+
 def test_a_restarted_trainer_attaches_at_once_and_gets_warm_memory(processes, short_dir):
     state_dir = short_dir / "state"
     start_daemon(processes, state_dir)
@@ -132,6 +159,7 @@ def test_captures_of_a_disconnected_trainer_are_persisted(processes, short_dir, 
     wait_until(lambda: client_of(state_dir).status()["trainer"] is None, 5, "the trainer to be forgotten")
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1])
 def test_a_daemon_killed_at_random_points_leaves_only_complete_snapshots(processes, short_dir, wait_until, seed):
     print(f"seed {seed}")
