@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -147,6 +148,47 @@ def test_with_peers_behind_it_a_node_keeps_its_own_snapshot(short_dir: Path) -> 
             outcome = await joined.recover()
             assert (outcome.action, outcome.snapshot_id) == ("own", mine.snapshot_id)
             assert "behind" in outcome.report.rejected[behind.node]
+
+    run(work())
+
+
+def test_a_node_told_to_go_back_does_not_come_forward_again_by_itself(short_dir: Path) -> None:
+    async def work() -> None:
+        async with (
+            donors_here(short_dir, {"name": "a", "made": Made("a", 5)}, {"name": "b", "made": Made("b", 5)}) as (a, b),
+            joiner(short_dir / "j", a.listen, b.listen) as joined,
+        ):
+            mine = fill(joined.store, joined.identity, Made("j", outer_step=9))
+            assert (await joined.recover()).action == "own"
+            back = await joined.recover(mode="outer", allow_rollback=True)
+            assert (back.action, back.report.outer_step) == ("outer", 5)
+            again = await joined.recover()
+            assert (again.action, again.report.outer_step) == ("outer", 5)
+            assert mine.snapshot_id in {info.snapshot_id for info in joined.store.snapshots()}, "nothing is deleted"
+
+    run(work())
+
+
+def test_a_round_that_ends_during_the_choice_is_waited_for(short_dir: Path) -> None:
+    async def work() -> None:
+        mades = [Made(name, outer_step=8) for name in "abc"]
+        async with (
+            donors_here(short_dir, *({"name": made.node, "made": made} for made in mades)) as donors,
+            joiner(short_dir / "j", *(donor.listen for donor in donors)) as joined,
+        ):
+
+            async def cross(number: int) -> None:
+                here = donors[number].joined
+                await asyncio.to_thread(fill, here.store, here.identity, Made("abc"[number], outer_step=9))
+                await here.swarm.announce()
+
+            await cross(2)
+            recovery = asyncio.create_task(joined.recover(inner="fresh"))
+            await asyncio.sleep(0.7)
+            await cross(1)
+            outcome = await recovery
+            assert (outcome.report.outer_step, outcome.report.agreement) == (9, "agreed")
+            assert outcome.report.seconds["choose"] < 2.5
 
     run(work())
 

@@ -36,8 +36,9 @@ def test_the_latest_word_on_a_step_counts(tmp_path: Path) -> None:
 def test_going_back_forgets_what_came_later(tmp_path: Path) -> None:
     book = VoucherBook(tmp_path / FILE)
     book.note({3: digest(3), 4: digest(4), 5: digest(5)})
-    book.forget_above(3)
-    assert VoucherBook(tmp_path / FILE).held == {3: digest(3)}
+    book.go_back(3, ["a" * 32])
+    again = VoucherBook(tmp_path / FILE)
+    assert (again.held, again.abandoned) == ({3: digest(3)}, {"a" * 32})
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,7 @@ def test_going_back_forgets_what_came_later(tmp_path: Path) -> None:
         b'{"version": 1, "vouchers": {"-1": "%s"}}' % (b"0" * 64),
         b'{"version": 1, "vouchers": {"x": "%s"}}' % (b"0" * 64),
         b'{"version": 1, "vouchers": []}',
+        b'{"version": 1, "vouchers": {}, "abandoned": ["../x"]}',
         b"x" * 100_000,
     ],
 )

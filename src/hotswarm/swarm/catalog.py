@@ -49,7 +49,8 @@ class Catalog:
         with self._lock:
             if self._book is None:
                 self._book = VoucherBook(self._store.folders.base / FILE)
-            infos = self._store.snapshots()
+            abandoned = self._book.abandoned
+            infos = [info for info in self._store.snapshots() if info.snapshot_id not in abandoned]
             held = []
             for info in infos:
                 sections = self._sections(info)
@@ -60,6 +61,15 @@ class Catalog:
             outer = {h.info.outer_step: h.sections["outer"].digest for h in held if "outer" in h.sections}
             self._book.note(outer)
             self._read_at = time.monotonic()
+
+    def go_back(self, outer_step: int) -> None:
+        """This node was told to go back to that outer step: what it holds beyond is abandoned. Writes a file."""
+        self.refresh_now()
+        with self._lock:
+            ahead = [held.info.snapshot_id for held in self._held if held.info.outer_step > outer_step]
+            if self._book is not None and ahead:
+                self._book.go_back(outer_step, ahead)
+        self.refresh_now()
 
     def _sections(self, info: SnapshotInfo) -> Mapping[str, SectionOffer] | None:
         """None when the snapshot went away, or was found damaged, in this very moment."""

@@ -101,6 +101,7 @@ class Swarm:
         self._tasks: list[asyncio.Task[None]] = []
         self._health: dict[str, str] = {}
         self._recoveries = 0
+        self._one_at_a_time = asyncio.Lock()
 
     # ------------------------------------------------------------ life
 
@@ -210,17 +211,25 @@ class Swarm:
 
     async def recover(self, req: RecoverRequest, progress: Progress) -> RecoverOutcome:
         """Locate, choose, fetch. See rejoin.py for what it raises."""
+        request = dataclasses.replace(req, allow_rollback=req.allow_rollback or self._config.allow_rollback)
+        outcome = await self._rejoin(request, progress)
+        if outcome.action in ("outer", "clone") and request.allow_rollback and not request.dry_run:
+            await asyncio.to_thread(self._catalog.go_back, outcome.report.outer_step)
+        return outcome
+
+    async def _rejoin(self, request: RecoverRequest, progress: Progress) -> RecoverOutcome:
         self._recoveries += 1
         rejoin = Rejoin(
             node_id=self._identity.node_id,
             store=self._store,
             catalog=self._catalog,
             neighbours=self._neighbours,
-            request=req,
+            request=request,
             ledger=Ledger(self._strikes),
             progress=progress,
         )
-        outcome = await rejoin.run()
+        async with self._one_at_a_time:  # two at once would write the same unfinished sections
+            outcome = await rejoin.run()
         log.info("recovery: %s (%s)", outcome.action, outcome.report.reason)
         return outcome
 
@@ -237,7 +246,7 @@ class Swarm:
             allow_rollback=True,
             dry_run=False,
         )
-        outcome = await self.recover(request, progress)
+        outcome = await self._rejoin(request, progress)
         assert outcome.snapshot_id is not None
         return self._store.info(outcome.snapshot_id)
 
