@@ -376,6 +376,28 @@ def test_a_spawned_daemon_lingers_for_the_next_trainer(processes, short_dir, wai
         end(pid)
 
 
+def test_a_spawned_daemon_waits_for_the_first_attachment_of_its_owner_and_not_after_its_death(
+    processes, short_dir, wait_until
+):
+    state_dir = short_dir / "state"
+    code = (
+        "from hotswarm.config import NodeConfig\nfrom hotswarm.swarm.spawn import spawn\nimport time\n"
+        f"client = spawn(NodeConfig(state_dir={str(state_dir)!r}, listen='127.0.0.1:0', linger_seconds=0))\n"
+        "print(client.status()['pid'], flush=True)\ntime.sleep(600)\n"
+    )
+    owner = processes.start([sys.executable, "-c", code])
+    wait_until(lambda: processes.log_of(owner).strip(), 30, "the start")
+    pid = int(processes.log_of(owner))
+    try:
+        time.sleep(1.0)
+        assert psutil.pid_exists(pid)
+        owner.kill()
+        owner.wait()
+        wait_until(lambda: not psutil.pid_exists(pid), 10, "the end of the daemon")
+    finally:
+        end(pid)
+
+
 def test_spawning_twice_gives_one_daemon(short_dir):
     state_dir = short_dir / "state"
     pid = spawn(config(state_dir)).status()["pid"]

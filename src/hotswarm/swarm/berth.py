@@ -85,8 +85,7 @@ class Berth:
         self._watched: set[Trainer] = set()  # processes not dead yet: the trainer, or one that has hung up
         self.trainer: Trainer | None = None
         self.arena: Arena | None = None
-        self._last_linger: float | None = None
-        self.used = False  # whether any trainer has ever attached
+        self.last_linger_seconds: float | None = None  # what the last trainer asked for
 
     async def attach(self, connection: Connection, request: Json, fds: list[int]) -> None:
         """Answer an `attach` message. Raises ControlError ("busy"), StoreError (memory)."""
@@ -135,7 +134,7 @@ class Berth:
             attached_at=time.time(),
             linger_seconds=float(linger) if isinstance(linger, int | float) else None,
         )
-        self.trainer, self.used = trainer, True
+        self.trainer = trainer
         wanted = request.get("retention")
         self._store.retention = _retention(wanted, self._retention) if isinstance(wanted, dict) else self._retention
         connection.on_close.append(lambda: self._hung_up(trainer))
@@ -199,16 +198,12 @@ class Berth:
     async def _after(self, trainer: Trainer, *, dead: bool) -> None:
         await self._persister.settle(retry=dead and self.trainer is None)
         if self.trainer is None:
-            self._last_linger = trainer.linger_seconds
+            self.last_linger_seconds = trainer.linger_seconds
             self._on_change()
 
     async def _finish_leaving(self) -> None:
         # A slot that is tried again lies HELD while it is read: no new trainer may get it before that is over.
         await asyncio.gather(*self._leaving)
-
-    def linger_seconds(self, default: float) -> float:
-        """How long to stay after the last trainer: what it asked for, else `default`."""
-        return default if self._last_linger is None else self._last_linger
 
     def release(self) -> None:
         """Give the arena's memory back. Only while no trainer is attached and nothing in it waits for the disk."""

@@ -3,8 +3,7 @@
     start   lock the state directory → identity → store → persister, berth → swarm (its port) → sockets → daemon.lock
     stop    refuse trainers → persist what is READY → withdraw from the swarm → close sockets → unlock
 
-A daemon that a trainer started (`spawned`) ends `linger_seconds` after its last trainer left; one with an owner process
-ends the same time after the owner's death; any other runs until SIGTERM (exit 0) or SIGINT (exit 130).
+It ends on SIGTERM (exit 0), on SIGINT (exit 130), or by itself (`lifetime`).
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from hotswarm.swarm.fdpass import Connection, FdServer, send_files, send_slot
 from hotswarm.swarm.http_api import Progress
 from hotswarm.swarm.http_server import HttpServers
 from hotswarm.swarm.identity import NodeIdentity
+from hotswarm.swarm.lifetime import Lifetime
 from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest
 from hotswarm.swarm.paths import fd_socket_path, socket_path
 from hotswarm.swarm.persist import Persister
 
 log = logging.getLogger(__name__)
 
-FIRST_TRAINER_S = 30.0  # a spawned daemon waits at least this long for the trainer that started it
 KEPT_RECOVERIES = 20
 WITHDRAW_TIMEOUT_S = 5.0
 
@@ -89,8 +88,7 @@ async def serve(
         loop.add_signal_handler(signal.SIGTERM, node.request_stop)
         loop.add_signal_handler(signal.SIGINT, node.request_stop, 130)
         await node.start(stack)
-        if owner_pid is not None:
-            stack.callback(node.watch_owner(owner_pid))
+        node.watch(owner_pid)
         node.announce_ready(ready_fd)
         return await node.wait_until_stopped()
 
@@ -112,20 +110,23 @@ class Node:
 
         self.config = config
         self.node_id = identity.node_id
-        self._spawned = spawned
-        self._awaits_first = spawned
         self._started_at = time.monotonic()
         self._ready = False
         self._stop_asked = asyncio.Event()
         self._exit_code = 0
-        self._linger: asyncio.TimerHandle | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._to_announce: SnapshotId | None = None
         self._recoveries: deque[Json] = deque(maxlen=KEPT_RECOVERIES)
         self._store = store
         self._persister = Persister(store, identity, self._stored)
         facts = {"run": config.run, "node_id": self.node_id}
-        self._berth = Berth(store, self._persister, _retention(config), facts, self._consider_leaving)
+        self._berth = Berth(store, self._persister, _retention(config), facts, self._trainer_changed)
+        self._lifetime = Lifetime(
+            spawned=spawned,
+            linger_seconds=config.linger_seconds,
+            on_end=self.request_stop,
+            on_idle=self._berth.release,  # the state is on disk; a sidecar need not hold it in memory for ever
+        )
         self._side: SwarmSide = build_swarm(config, identity, store, self._berth.live)
         self._socket, gid = socket_path(config.state_dir), group_id(config.socket_group)
         self._fds = FdServer(fd_socket_path(self._socket), gid, self._on_message)
@@ -144,9 +145,8 @@ class Node:
         stack.push_async_callback(self._berth.close)
         stack.push_async_callback(self._http.stop)
         await self._http.start()
-        stack.callback(self._stop_lingering)
+        stack.callback(self._lifetime.stop)
         self._store.lock.update(socket=str(self._socket), listen=self.listen, http=self._http.address)
-        self._consider_leaving()
         self._ready = not self._stop_asked.is_set()
         state_dir = self.config.state_dir
         log.info("node %s of run %r listens on %s, state in %s", self.node_id, self.config.run, self.listen, state_dir)
@@ -189,52 +189,19 @@ class Node:
         except (HotswarmError, OSError, TimeoutError) as error:
             log.warning("did not leave the swarm cleanly: %s; the announcement expires by itself", error)
 
-    def watch_owner(self, pid: int) -> Callable[[], None]:
-        """From the death of this process on, live as long as a spawned daemon does. Returns what ends the watch."""
-        loop = asyncio.get_running_loop()
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            self._owner_gone(pid)
-            return lambda: None
+    def watch(self, owner_pid: int | None) -> None:
+        """Begin to consider when to end."""
+        if owner_pid is not None:
+            self._lifetime.watch_owner(owner_pid, idle=lambda: self._berth.trainer is None)
+        self._trainer_changed()
 
-        def gone() -> None:
-            loop.remove_reader(pidfd)
-            self._owner_gone(pid)
-
-        def end() -> None:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-
-        loop.add_reader(pidfd, gone)
-        return end
-
-    def _owner_gone(self, pid: int) -> None:
-        log.info("the process %d that started this node is gone", pid)
-        self._spawned = True
-        self._consider_leaving()
-
-    def _stop_lingering(self) -> None:
-        if self._linger is not None:
-            self._linger.cancel()
-            self._linger = None
-
-    def _consider_leaving(self) -> None:
-        """Called when a trainer came or went: wind the linger clock, or stop it."""
-        self._stop_lingering()
-        if self._berth.trainer is not None or self._stop_asked.is_set():
+    def _trainer_changed(self) -> None:
+        if self._stop_asked.is_set():
             return
-        seconds = self._berth.linger_seconds(self.config.linger_seconds)
-        if self._awaits_first and not self._berth.used:
-            seconds = max(seconds, FIRST_TRAINER_S)
-        self._linger = asyncio.get_running_loop().call_later(seconds, self._lingered)
-
-    def _lingered(self) -> None:
-        if self._spawned:
-            log.info("no trainer came back, so this daemon ends")
-            self.request_stop()
+        if self._berth.trainer is not None:
+            self._lifetime.trainer_came()
         else:
-            self._berth.release()  # the state is on disk; a sidecar need not hold it in memory for ever
+            self._lifetime.nobody_there(self._berth.last_linger_seconds)
 
     # ---------------------------------------------------------------- events
 

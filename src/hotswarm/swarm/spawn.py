@@ -56,7 +56,7 @@ def spawn(config: NodeConfig) -> ControlClient:
             if running is not None and _ready(running):
                 return running
             try:
-                return start_daemon(config, spawned=True, detach=True).client
+                return start_daemon(config, spawned=True, detach=True, owner_pid=os.getpid()).client
             except LockedError:
                 # The state directory is held by one that is just ending, persisting what it has: it will let go. A
                 # port that is held, or a directory that another kind of process holds, stays so.
@@ -69,7 +69,7 @@ def spawn(config: NodeConfig) -> ControlClient:
 def start_daemon(
     config: NodeConfig, *, spawned: bool = False, detach: bool = False, owner_pid: int | None = None
 ) -> Started:
-    """Start a daemon and wait until it answers. It ends with `owner_pid`, when given, and otherwise see `spawn`."""
+    """Start a daemon and wait until it answers. When it ends by itself: see `lifetime`."""
     config = _absolute(config)
     _make_state_dir(config.state_dir)
     settings = {"config": config.to_json(), "spawned": spawned, "owner_pid": owner_pid, "detach": detach}
