@@ -91,9 +91,14 @@ class Joiner:
 
 @contextlib.asynccontextmanager
 async def joiner(
-    state_dir: Path, *peers: str, live: LiveClock | None = None, run: str = RUN, **config: Any
+    state_dir: Path,
+    *peers: str,
+    live: LiveClock | None = None,
+    run: str = RUN,
+    listen: str = "127.0.0.1:0",
+    **config: Any,
 ) -> AsyncIterator[Joiner]:
-    settings = NodeConfig(peers=peers, run=run, listen="127.0.0.1:0", state_dir=state_dir, **config)
+    settings = NodeConfig(peers=peers, run=run, listen=listen, state_dir=state_dir, **config)
     identity = NodeIdentity.load_or_create(state_dir)
     with open_store(state_dir, run=run, max_hot=8) as store:
         swarm = build_swarm(settings, identity, store, lambda: live)
