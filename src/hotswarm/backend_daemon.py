@@ -76,24 +76,26 @@ class DaemonBackend:
         return self._session is not None and self._session.alive
 
     def arena(self, slot_bytes: int, table_bytes: int) -> Arena:
-        """See Backend. A state that grew leaves the daemon and attaches again with a larger arena."""
+        """See Backend. A state that grew gets a larger arena on the session that it has."""
         with self._guard:
             if self._closed:
                 raise ControlError("this checkpointer has let go of its daemon")
-            arena = self._arena
+            arena, session = self._arena, self._session
             if arena is not None and arena.slot_bytes >= slot_bytes and arena.table_bytes >= table_bytes:
                 return arena
-            self._release()  # what is READY in a session that ends is persisted
-            session = self._attach(slot_bytes, table_bytes, None)
-            fd = os.dup(session.arena_fd)
-            try:
-                self._arena = Arena.from_fd(fd)
-            except StoreError:
-                os.close(fd)
-                session.close()
-                raise
-            self._session = session
+            if session is None:
+                session = self._session = self._attach(slot_bytes, table_bytes, None)
+            elif not session.alive:
+                raise ControlError(
+                    "the state has outgrown the arena while no daemon is there to make a larger one; its snapshots wait"
+                )
+            else:
+                session.grow(slot_bytes, table_bytes)
+                self._last_seq = max(self._last_seq, session.next_seq - 1)
+            self._arena = _mapped(session)
             self._arena.prefault()
+            if arena is not None:
+                arena.close()
             return self._arena
 
     def _attach(self, slot_bytes: int, table_bytes: int, arena_fd: int | None) -> Session:
@@ -159,7 +161,7 @@ class DaemonBackend:
     def tend(self) -> None:
         """See Backend: give the arena back to a daemon that came after the one it was made with."""
         session, now = self._session, time.monotonic()
-        if session is None or session.alive or now < self._look_at or self._closed:
+        if session is None or now < self._look_at or self._closed or self._guard.locked() or session.alive:
             return
         self._looks += 1
         self._look_at = now + min(RECONNECT_S * 2 ** min(self._looks - 1, 5), LOOK_LIMIT_S)
@@ -193,3 +195,12 @@ class DaemonBackend:
         with self._guard:
             self._closed = True
             self._release()
+
+
+def _mapped(session: Session) -> Arena:
+    fd = os.dup(session.arena_fd)  # the session keeps its own, to give it to the next daemon
+    try:
+        return Arena.from_fd(fd)
+    except StoreError:
+        os.close(fd)
+        raise

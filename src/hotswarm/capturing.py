@@ -28,8 +28,10 @@ from hotswarm.capture.boundary import Boundary
 from hotswarm.capture.diloco import Counters, EngineAdapter
 from hotswarm.capture.position import Position
 from hotswarm.capture.staging import ArenaTooSmallError, Label, Stager
-from hotswarm.capture.state import TrainingState
+from hotswarm.capture.state import SectionState, StateTree, TrainingState
 from hotswarm.errors import CaptureError, HotswarmError
+from hotswarm.snapshot.chunks import GROUP_ALIGN
+from hotswarm.snapshot.tree import TensorSpec
 from hotswarm.store.arena import Arena
 
 log = logging.getLogger(__name__)
@@ -266,7 +268,7 @@ class Capturer:
                 try:
                     staged = self._stager.stage(tree, arena, label, seq)
                 except ArenaTooSmallError as error:
-                    arena = self._arena = backend.arena(error.need.slot_bytes, error.need.table_bytes)
+                    arena = self._grown(backend, error)
                     continue
                 if staged is not None:
                     self.state_bytes = staged.nbytes
@@ -276,11 +278,29 @@ class Capturer:
                 backend.make_room()
                 time.sleep(SLOT_POLL_S)
 
-    def _arena_for(self, backend: Backend, tree: Any) -> Arena:
+    def _arena_for(self, backend: Backend, tree: StateTree) -> Arena:
         if self._arena is None or self._arena_of is not backend:
             need = self._stager.need(tree)
-            self._arena, self._arena_of = backend.arena(need.slot_bytes, need.table_bytes), backend
+            slot_bytes = need.slot_bytes + self._yet_to_come(tree)
+            self._arena, self._arena_of = backend.arena(slot_bytes, need.table_bytes), backend
         return self._arena
+
+    def _grown(self, backend: Backend, error: ArenaTooSmallError) -> Arena:
+        self._arena = None  # whatever happens now, the old one is not used again
+        self._arena = backend.arena(error.need.slot_bytes, error.need.table_bytes)
+        return self._arena
+
+    def _yet_to_come(self, tree: StateTree) -> int:
+        """Bytes that an engine's first round will add: the outer copy, and the momentum of the first outer step. An
+        arena made without them would have to be made again in the middle of training.
+        """
+        if self._engine is None:
+            return 0
+        outer = tree.sections.get("outer")
+        parameters = _bytes_of_role(tree.sections["inner"], "param")
+        if outer is None:
+            return 2 * parameters + 2 * GROUP_ALIGN
+        return 0 if _bytes_of_role(outer, "momentum") else parameters + GROUP_ALIGN
 
     def attach_arena(self, backend: Backend) -> None:
         """Have the arena made now rather than at the first snapshot. StoreError, ControlError, CaptureError."""
@@ -304,6 +324,10 @@ class Capturer:
         with self._copying:
             self._stager.close()
             self._arena = self._arena_of = None
+
+
+def _bytes_of_role(section: SectionState, role: str) -> int:
+    return sum(leaf.what.nbytes for leaf in section.leaves if type(leaf.what) is TensorSpec and leaf.role == role)
 
 
 def _run(function: Callable[[], Any], future: Future[Any]) -> None:

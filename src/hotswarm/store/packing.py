@@ -30,7 +30,8 @@ DIRECT_FROM_BYTES = 8 << 20  # below it a pack stays in the page cache, for whoe
 
 def run_all(jobs: Sequence[Callable[[], object]], threads: int = HASH_THREADS) -> None:
     """Run all jobs on a few threads; the first error stops what has not begun and is raised."""
-    if threads <= 1 or len(jobs) <= 1:
+    ending = not threading.main_thread().is_alive()  # interpreter shutdown: no pool takes work any more
+    if threads <= 1 or len(jobs) <= 1 or ending:
         for job in jobs:
             job()
         return

@@ -88,29 +88,33 @@ class Berth:
         self.last_linger_seconds: float | None = None  # what the last trainer asked for
 
     async def attach(self, connection: Connection, request: Json, fds: list[int]) -> None:
-        """Answer an `attach` message. Raises ControlError ("busy"), StoreError (memory)."""
+        """Answer an `attach` message. Raises ControlError ("busy"), StoreError (memory).
+
+        From the trainer that is attached, on its connection, it asks for a larger arena.
+        """
         slot_bytes = _number(request, "slot_bytes", MAX_SLOT_BYTES)
         table_bytes = _number(request, "table_bytes", MAX_TABLE_BYTES)
         slots = _number(request, "slots", 8)
         async with self._attaching:
-            if self.trainer is not None and not self.trainer.gone():
+            growing = self.trainer is not None and self.trainer.connection is connection
+            if growing:
+                await self._persister.settle(retry=False)  # what lies READY in the arena that is given up
+            elif self.trainer is not None and not self.trainer.gone():
                 other = self.trainer
                 raise ControlError(
                     f"busy: this daemon serves the trainer with process id {other.pid}"
                     f"{f' ({other.label})' if other.label else ''}; this one trains unprotected. "
                     "Give each trainer a state directory of its own"
                 )
-            if self.trainer is not None:
-                self._vacate(self.trainer, dead=self.trainer.dead())
-            for former in list(self._watched):
-                self._unwatch(former)
-            await self._finish_leaving()
+            if not growing:
+                await self._make_free()
             if not fds:
                 self._persister.forget_failures()
             arena, reused = await self._arena_for(slot_bytes, table_bytes, slots, fds)
             if connection.hung_up():
                 return
-            self._take(connection, request)
+            if not growing:
+                self._take(connection, request)
             newest = [info.seq for info in self._store.snapshots()] + [slot.seq for slot in arena.slots]
             answer = {
                 "ok": True,
@@ -121,6 +125,13 @@ class Berth:
             }
             connection.send(answer, [arena.fd])
         self._on_change()
+
+    async def _make_free(self) -> None:
+        if self.trainer is not None:
+            self._vacate(self.trainer, dead=self.trainer.dead())
+        for former in list(self._watched):
+            self._unwatch(former)
+        await self._finish_leaving()
 
     def _take(self, connection: Connection, request: Json) -> None:
         pid = connection.pid or 0

@@ -10,11 +10,14 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from hotswarm.errors import ControlError
 from hotswarm.store.base import SnapshotInfo
 from hotswarm.swarm import channel
 
 if TYPE_CHECKING:
     from hotswarm.swarm.control import ControlClient
+
+GROW_TIMEOUT_S = 120.0  # as for attaching: the daemon touches every page of a new arena
 
 
 class Session:
@@ -59,6 +62,28 @@ class Session:
         if sock is not None:
             with contextlib.suppress(OSError):
                 channel.send(sock, {"op": "ready", "slot": slot, "seq": seq})
+
+    def grow(self, slot_bytes: int, table_bytes: int) -> None:
+        """Change to an arena with slots of at least these sizes; `arena_fd` is the new one's then. What was READY in
+        the old one is durable. Raises what the daemon raises (memory), ControlError when it does not answer; the
+        session is over then.
+        """
+        sock = self._sock
+        if sock is None:
+            raise ControlError("this session is closed")
+        sock.settimeout(GROW_TIMEOUT_S)
+        try:
+            channel.send(sock, {"op": "attach", "slot_bytes": slot_bytes, "table_bytes": table_bytes, "slots": 0})
+            got = channel.receive(sock)
+        except OSError as error:
+            raise ControlError(f"the daemon gave no larger arena: {error or type(error).__name__}") from None
+        finally:
+            sock.setblocking(False)
+        if got is None or "error" in got[0]:
+            raise channel.error_from_json(got[0]["error"]) if got else ControlError("the daemon hung up")
+        os.close(self.arena_fd)
+        (self.arena_fd,) = got[1]
+        self.slots, self.next_seq = int(got[0]["slots"]), int(got[0]["next_seq"])
 
     def flush(self, seq: int, timeout_s: float) -> SnapshotInfo:
         """Wait until the capture `seq` is durable, see `ControlClient.flush`."""
