@@ -11,6 +11,7 @@ from swarm_kit import Made, arch_of, fill
 from swarm_nodes import MOMENTS, check_outer, donors_here, joiner, run
 
 from hotswarm.errors import Incompatible, NoSnapshot, NotAuthorised, Unconfirmed
+from hotswarm.swarm.dht import Announcement
 from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest, TensorName
 from hotswarm.swarm.swarmkey import SwarmKey, write_key_file
 
@@ -210,6 +211,29 @@ def test_the_majoritys_state_is_taken_and_the_other_donor_named(short_dir: Path)
             check_outer(joined, outcome.snapshot_id, Made("a"), MOMENTS | {"buffer"})
             with pytest.raises(Unconfirmed):
                 await joined.recover(mode="outer", min_agree=3)
+
+    run(work())
+
+
+def test_a_record_that_claims_more_than_describe_shows_is_believed_at_what_describe_shows(short_dir: Path) -> None:
+    async def work() -> None:
+        options = (
+            {"name": name, "made": Made(name, outer_step=step)} for name, step in (("a", 10), ("b", 12), ("c", 12))
+        )
+        async with donors_here(short_dir, *options) as (a, b, c):
+            claim = Announcement((("127.0.0.1", int(a.listen.rpartition(":")[2])),), outer_step=50, inner_step=99)
+            for donor in (b, c):
+                await donor.joined.swarm._neighbours.ask_peer(a.listen, 5)  # so that they are one directory
+            await a.joined.swarm._directory.publish(claim)
+            while len(a.joined.swarm._directory.known()) < 2:
+                await asyncio.sleep(0.05)
+            async with joiner(short_dir / "j", a.listen) as joined:
+                outcome = await joined.recover(inner="fresh")
+                assert (outcome.report.outer_step, outcome.report.agreement) == (12, "agreed")
+                assert set(outcome.report.donors) == {b.node, c.node}
+                assert "does not hold" in outcome.report.rejected[a.node]
+                records = {r.signed.signer: r.signed.record for r in joined.swarm._directory.known()}
+                assert records[a.node].outer_step == 50
 
     run(work())
 
