@@ -25,6 +25,9 @@ from hotswarm.store.slotsource import SlotSource
 from hotswarm.swarm.control import ControlClient
 from hotswarm.swarm.spawn import spawn
 
+# (seed, kills): ten of the daemon and ten of the trainer each time, many more in the slow suite
+KILLS = [(1, 10), pytest.param(2, 40, marks=pytest.mark.slow)]
+
 
 def steps(state_dir: Path) -> list[int]:
     return [info.training_step for info in FileStore(state_dir).snapshots()]
@@ -100,13 +103,13 @@ def test_a_trainer_killed_while_writing_leaves_nothing_torn(processes, short_dir
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [2])
-def test_a_trainer_killed_at_random_points_loses_nothing_that_was_ready(processes, short_dir, wait_until, seed):
+@pytest.mark.parametrize(("seed", "kills"), KILLS)
+def test_a_trainer_killed_at_random_points_loses_nothing_that_was_ready(processes, short_dir, wait_until, seed, kills):
     print(f"seed {seed}")
     chance = random.Random(seed)
     state_dir, log = short_dir / "state", short_dir / "log"
     start_daemon(processes, state_dir, "--max-hot-snapshots", "3")
-    for _ in range(20):
+    for _ in range(kills):
         seen = len(logged(log, "committed"))
         trainer = processes.start([*LITTLE_TRAINER, state_dir, log, "loop"])
         wait_until(lambda seen=seen: len(logged(log, "committed")) > seen, 20, "a capture")
@@ -160,15 +163,15 @@ def test_captures_of_a_disconnected_trainer_are_persisted(processes, short_dir, 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1])
-def test_a_daemon_killed_at_random_points_leaves_only_complete_snapshots(processes, short_dir, wait_until, seed):
+@pytest.mark.parametrize(("seed", "kills"), KILLS)
+def test_a_daemon_killed_at_random_points_leaves_only_complete_snapshots(processes, short_dir, wait_until, seed, kills):
     print(f"seed {seed}")
     chance = random.Random(seed)
     state_dir, log = short_dir / "state", short_dir / "log"
     flags = ("--max-hot-snapshots", "3")
     daemon = start_daemon(processes, state_dir, *flags)
     trainer = processes.start([*LITTLE_TRAINER, state_dir, log, "loop"])
-    for round_number in range(20):
+    for round_number in range(kills):
         seen = len(logged(log, "committed"))
         wait_until(lambda seen=seen: len(logged(log, "committed")) > seen, 20, "a capture")
         time.sleep(chance.uniform(0.0, 0.08))
