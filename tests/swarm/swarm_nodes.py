@@ -152,6 +152,14 @@ def run(work: Coroutine[Any, Any, Any], limit_s: float = 60.0) -> Any:
     return uvloop.run(bounded())
 
 
+async def eventually(condition: Callable[[], Any], timeout_s: float = 5.0) -> None:
+    """Poll until the condition is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
 class StrikingProxy:
     """A TCP proxy that calls `strike` when exactly `at` bytes have come from the server, and forwards no more."""
 

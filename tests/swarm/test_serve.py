@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from swarm_kit import MIB, RUN, Made, fill, open_store
-from swarm_nodes import joiner, run
+from swarm_nodes import eventually, joiner, run
 
 from hotswarm._proto import recovery_pb2 as pb
 from hotswarm.errors import LockedError
@@ -199,13 +199,6 @@ def test_a_full_node_says_when_to_come_back_and_a_cancelled_stream_frees_its_slo
             assert node.servicer.slots.active == 2
 
     run(work())
-
-
-async def eventually(condition: Any, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
 
 
 def test_one_slot_is_kept_for_nodes_that_wait_to_train(short_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""The swarm side inside real daemons: `swarm-node serve`, `recover` and `peers`, with a swarm key, found by one address."""
+"""The swarm side inside real daemons: `swarm-node serve`, `recover`, `peers`, with a key, found by one address."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from swarm_kit import Made, arch_of, fill
-from swarm_nodes import MOMENTS, check_outer, donors_here, joiner, run
+from swarm_nodes import MOMENTS, check_outer, donors_here, eventually, joiner, run
 
 from hotswarm.errors import Incompatible, NoSnapshot, NotAuthorised, Unconfirmed
 from hotswarm.swarm.dht import Announcement
@@ -225,8 +225,7 @@ def test_a_record_that_claims_more_than_describe_shows_is_believed_at_what_descr
             for donor in (b, c):
                 await donor.joined.swarm._neighbours.ask_peer(a.listen, 5)  # so that they are one directory
             await a.joined.swarm._directory.publish(claim)
-            while len(a.joined.swarm._directory.known()) < 2:
-                await asyncio.sleep(0.05)
+            await eventually(lambda: len(a.joined.swarm._directory.known()) == 2)
             async with joiner(short_dir / "j", a.listen) as joined:
                 outcome = await joined.recover(inner="fresh")
                 assert (outcome.report.outer_step, outcome.report.agreement) == (12, "agreed")
