@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from hotswarm.config import Address, NodeConfig, parse_address
-from hotswarm.errors import ConfigError, ControlError, LockedError, NotAuthorised
+from hotswarm.errors import ConfigError, ControlError, HotswarmError, LockedError, NotAuthorised
 from hotswarm.swarm import channel
 from hotswarm.swarm.access import listen_unix, may_use
 from hotswarm.swarm.http_api import ACTION_ROUTES, API, CLOCK_ROUTE, READ_ROUTES, Api, Handler
@@ -45,11 +45,12 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return web.json_response({"error": channel.error_to_json(ControlError(text))}, status=error.status)
     except (ConnectionError, asyncio.CancelledError):
         raise
+    except HotswarmError as error:
+        log.info("%s %s: %s", request.method, request.path, error)  # an ordinary answer
+        return _failure(error)
     except Exception as error:  # the one place where a request's failure becomes its answer
-        failure = _failure(error)
-        if failure.status == 500:
-            log.exception("%s %s failed", request.method, request.path)
-        return failure
+        log.exception("%s %s failed", request.method, request.path)
+        return _failure(error)
 
 
 def unix_guard(gid: int | None) -> Any:
