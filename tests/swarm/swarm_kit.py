@@ -16,6 +16,7 @@ from hotswarm.snapshot.draft import DraftManifest
 from hotswarm.snapshot.sections import SectionDraft, arch_fingerprint
 from hotswarm.snapshot.tree import Container, Leaf, TensorSpec
 from hotswarm.store.base import SnapshotInfo
+from hotswarm.store.fileops import FileOps
 from hotswarm.store.files import FileStore
 from hotswarm.store.retention import Retention
 from hotswarm.swarm.identity import NodeIdentity
@@ -141,8 +142,8 @@ def arch_of(made: Made) -> bytes:
     return make_draft(made)[0].arch
 
 
-def open_store(root: Path, *, run: str = RUN, **retention: int) -> FileStore:
-    return FileStore(root, run, retention=Retention(**retention)).open_for_writing()
+def open_store(root: Path, *, run: str = RUN, ops: FileOps | None = None, **retention: int) -> FileStore:
+    return FileStore(root, run, retention=Retention(**retention), ops=ops).open_for_writing()
 
 
 def fill(store: FileStore, identity: NodeIdentity, made: Made) -> SnapshotInfo:

@@ -19,6 +19,7 @@ import uvloop
 from swarm_kit import RUN, Made, fill, open_store
 
 from hotswarm.config import NodeConfig
+from hotswarm.store.fileops import FileOps
 from hotswarm.store.files import FileStore
 from hotswarm.swarm.identity import NodeIdentity
 from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest
@@ -96,11 +97,12 @@ async def joiner(
     live: LiveClock | None = None,
     run: str = RUN,
     listen: str = "127.0.0.1:0",
+    ops: FileOps | None = None,
     **config: Any,
 ) -> AsyncIterator[Joiner]:
     settings = NodeConfig(peers=peers, run=run, listen=listen, state_dir=state_dir, **config)
     identity = NodeIdentity.load_or_create(state_dir)
-    with open_store(state_dir, run=run, max_hot=8) as store:
+    with open_store(state_dir, run=run, ops=ops, max_hot=8) as store:
         swarm = build_swarm(settings, identity, store, lambda: live)
         await swarm.start()
         try:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
-from swarm_kit import Made, arch_of, fill
-from swarm_nodes import MOMENTS, check_outer, donors_here, eventually, joiner, run
+from swarm_kit import MIB, Made, arch_of, fill
+from swarm_nodes import MOMENTS, Here, check_outer, donors_here, eventually, joiner, run
 
-from hotswarm.errors import Incompatible, NoSnapshot, NotAuthorised, Unconfirmed
+from hotswarm.errors import Incompatible, NoSnapshot, NotAuthorised, StoreError, Unconfirmed
+from hotswarm.store.fileops import FileOps
 from hotswarm.swarm.dht import Announcement
 from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest, TensorName
 from hotswarm.swarm.swarmkey import SwarmKey, write_key_file
@@ -373,6 +376,44 @@ def test_the_live_clock_is_that_of_the_furthest_trainer(short_dir: Path) -> None
             assert await joined.swarm.clock() == LiveClock(9, 60, 960, 2.5, 100, b.node)
 
     run(work())
+
+
+class DiskThatFills(FileOps):
+    """Takes so many bytes of chunks, and no more until there is room again."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, fd: int, data: bytes | memoryview, offset: int) -> None:
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, data, offset)
+
+
+def test_a_full_disk_is_nobodys_fault_but_this_machines_and_what_was_fetched_is_kept(short_dir: Path) -> None:
+    disk = DiskThatFills(4 * MIB)
+
+    async def work() -> None:
+        async with (
+            donors_here(short_dir, {"name": "a"}, {"name": "b"}) as (a, b),
+            joiner(short_dir / "j", a.listen, b.listen, ops=disk) as joined,
+        ):
+            with pytest.raises(StoreError, match="No space left"):
+                await joined.recover(inner="adopt")
+            assert joined.store.snapshots() == []
+            disk.room = 1 << 40
+            outcome = await joined.recover(inner="adopt")
+            assert outcome.report.rejected == {}
+            assert 2 * MIB <= outcome.report.bytes_reused <= 4 * MIB
+            check_outer(joined, outcome.snapshot_id, Made(outcome_donor(outcome, a, b)), MOMENTS | {"buffer"})
+
+    run(work())
+
+
+def outcome_donor(outcome: RecoverOutcome, a: Here, b: Here) -> str:
+    """The name of the inner donor."""
+    return {a.node: "a", b.node: "b"}[outcome.report.inner_donor]
 
 
 def test_a_node_of_another_swarm_gets_nothing_and_is_told_why(short_dir: Path) -> None:
