@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.snapshots import FakeClock
-from support.stores import check_holds, leftovers, small_store, write
 
 from hotswarm.errors import StoreError
 from hotswarm.ids import NodeId, SnapshotId
 from hotswarm.store.base import SnapshotInfo
 from hotswarm.store.files import FileStore
 from hotswarm.store.retention import Retention
+from support.snapshots import FakeClock
+from support.stores import check_holds, leftovers, small_store, write
 
 
 def info(number, kind="hot", outer=0, complete=True, own=True, outer_digest=b"d"):
@@ -32,7 +32,9 @@ def doomed(policy, infos, protected=(), packs=None):
 
 
 def test_the_newest_of_each_kind_stay():
-    infos = [info(n, kind) for n, kind in enumerate(["hot", "cold", "hot", "recovery", "cold", "hot", "recovery", "hot"])]
+    infos = [
+        info(n, kind) for n, kind in enumerate(["hot", "cold", "hot", "recovery", "cold", "hot", "recovery", "hot"])
+    ]
     assert doomed(Retention(max_hot=2, max_cold=1, max_recovery=1), infos) == [0, 1, 2, 3]
 
 
@@ -68,7 +70,8 @@ def test_bytes_count_each_pack_once_and_the_oldest_go_first():
 
 
 LISTINGS = st.lists(
-    st.tuples(st.sampled_from(["hot", "cold", "recovery"]), st.integers(0, 3), st.booleans(), st.booleans()), max_size=12
+    st.tuples(st.sampled_from(["hot", "cold", "recovery"]), st.integers(0, 3), st.booleans(), st.booleans()),
+    max_size=12,
 )
 
 

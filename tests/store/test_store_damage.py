@@ -6,11 +6,11 @@ import random
 
 import numpy as np
 import pytest
-from support.snapshots import draft, raw, read_back, state
-from support.stores import SIGNER, check_holds, leftovers, small_store, write
 
 from hotswarm.errors import IntegrityError, StoreError
 from hotswarm.store.files import FileStore
+from support.snapshots import draft, raw, read_back, state
+from support.stores import SIGNER, check_holds, leftovers, place_of, small_store, write
 
 
 def flip(path, at):
@@ -116,14 +116,14 @@ def test_when_all_are_damaged_there_is_none(tmp_path):
 def test_reading_a_damaged_chunk_by_hand_names_section_and_chunk(tmp_path):
     with small_store(tmp_path) as store:
         info = write(store, 1, size=700_000)
-        inner = next(path for path in packs_of(store, info) if path.name.startswith("inner"))
-        flip(inner, (1 << 20) + 3)
+        inner, offset = place_of(store, info, "inner", 1)
+        flip(inner, offset + 3)
         with pytest.raises(IntegrityError, match="chunk 1 of section 'inner' does not match"):
             store.verify(info.snapshot_id)
         with store.open(info.snapshot_id) as source:
             source.verify(["private"])
             with inner.open("r+b") as file:
-                file.truncate(1 << 20)
+                file.truncate(offset + 1)
             with pytest.raises(IntegrityError, match="is cut short"):
                 source.chunk("inner", 1)
             with pytest.raises(IntegrityError, match="is cut short"):

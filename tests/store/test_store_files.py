@@ -10,14 +10,14 @@ import time
 
 import numpy as np
 import pytest
-from support.snapshots import KeySigner, draft, raw, read_back, state
-from support.stores import SIGNER, check_holds, leftovers, small_store, write
 
 from hotswarm.errors import ConfigError, ManifestError, StoreError
 from hotswarm.snapshot.chunks import CHUNK_BYTES
 from hotswarm.store.files import FileStore
 from hotswarm.store.retention import Retention
 from hotswarm.store.source import FileSource, open_manifest_file
+from support.snapshots import KeySigner, draft, raw, read_back, state
+from support.stores import SIGNER, check_holds, leftovers, small_store, write
 
 MIB_OF_FLOATS = CHUNK_BYTES // 4
 
@@ -129,7 +129,11 @@ def test_a_shared_outer_pack_outlives_the_snapshot_that_wrote_it(tmp_path):
         store.retention = Retention(max_hot=1)
         info = write(store, 4, outer=10, outer_step=10)
         check_holds(store, info, 4, outer=10)
-        assert [path.name.split("-")[0] for path in sorted(store.folders.packs.iterdir())] == ["inner", "outer", "private"]
+        assert [path.name.split("-")[0] for path in sorted(store.folders.packs.iterdir())] == [
+            "inner",
+            "outer",
+            "private",
+        ]
 
 
 def test_an_outer_section_of_another_round_is_never_shared(tmp_path):

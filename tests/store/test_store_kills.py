@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+
 from support.faults import CountedOps, killed_at
 from support.snapshots import draft, state
 from support.stores import SIGNER, check_holds, in_child, kill, leftovers, small_store, write
@@ -31,7 +32,7 @@ def check_after_kill(root):
     return infos
 
 
-def test_killed_before_each_single_call(tmp_path):
+def test_killed_before_each_single_call(fast_dir):
     def prepare(root):
         with small_store(root) as store:
             for step in range(3):
@@ -41,12 +42,12 @@ def test_killed_before_each_single_call(tmp_path):
         with small_store(root, ops=ops) as store:
             write(store, 3, outer=2, size=SIZE)
 
-    prepare(tmp_path / "dry")
+    prepare(fast_dir / "dry")
     ops = CountedOps()
-    job(tmp_path / "dry", ops)
+    job(fast_dir / "dry", ops)
     assert len(ops.calls) > 12
     for number in range(len(ops.calls)):
-        root = tmp_path / f"{number}"
+        root = fast_dir / f"{number}"
         prepare(root)
         assert in_child(lambda: job(root, killed_at(number))) == -signal.SIGKILL  # noqa: B023
         steps = [info.training_step for info in check_after_kill(root)]
@@ -56,23 +57,28 @@ def test_killed_before_each_single_call(tmp_path):
 
 
 @pytest.mark.parametrize("seed", [random.randrange(1 << 30)])
-def test_killed_at_twenty_random_points(tmp_path, seed):
+def test_killed_at_twenty_random_points(fast_dir, seed):
     print(f"seed {seed}")
     rng = random.Random(seed)
     last = 0
     for _ in range(20):
+        made = [draft(step // 4, step, **state(step, SIZE, step // 4)) for step in range(last, last + 10)]
+        opened, opened_child = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                with small_store(tmp_path) as store:
-                    made = {step: draft(step // 4, step, **state(step, SIZE, step // 4)) for step in range(last, last + 40)}
-                    for one, streams in made.values():
+                with small_store(fast_dir) as store:
+                    os.write(opened_child, b"x")
+                    for one, streams in made:
                         store.write(one, streams, SIGNER)
             finally:
                 os._exit(1)
-        time.sleep(0.1 + rng.random() * 0.5)
+        os.close(opened_child)
+        os.read(opened, 1)
+        os.close(opened)
+        time.sleep(rng.random() * 0.3)
         kill(pid)
-        infos = check_after_kill(tmp_path)
+        infos = check_after_kill(fast_dir)
         assert len(infos) <= 4  # three, and one that was committed when retention had not begun
         newest = infos[-1].training_step if infos else 0
         assert newest >= last

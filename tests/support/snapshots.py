@@ -50,7 +50,13 @@ def raw(value):
     return type(value)(map(raw, value)) if type(value) in (list, tuple) else value
 
 
-def section(name, tree, role=lambda path: ROLES.get(path[0], str(path[-1])[:20] if path else "")):
+def role_of(path):
+    """Well-known ones by the first key; otherwise the last key makes a group of its own."""
+    last = str(path[-1])[:20]
+    return ROLES.get(path[0], last if last.isascii() else "other")
+
+
+def section(name, tree, role=role_of):
     """(draft, packed stream) of a tree. An object that occurs twice becomes an alias."""
     tensors, seen = {}, {}
 

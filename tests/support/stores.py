@@ -6,10 +6,9 @@ import os
 import signal
 import traceback
 
-from support.snapshots import KeySigner, draft, raw, read_back, state
-
 from hotswarm.store.files import FileStore
 from hotswarm.store.retention import Retention
+from support.snapshots import KeySigner, draft, raw, read_back, state
 
 SIGNER = KeySigner()
 
@@ -39,6 +38,13 @@ def leftovers(store):
     return {name for name in found - needed if not name.endswith(".pin")}
 
 
+def place_of(store, info, section, index):
+    """(pack path, byte offset) of a chunk."""
+    with store.open(info.snapshot_id) as source:
+        name, offset = source.stored.placements[section].locate(index)
+    return store.folders.packs / name, offset
+
+
 def small_store(root, **settings):
     """A store that keeps three."""
     return FileStore(root, retention=Retention(max_hot=3), **settings)
@@ -51,7 +57,7 @@ def in_child(job):
         try:
             job()
             os._exit(0)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it is, the child must not go on with the test
             traceback.print_exc()
             os._exit(1)
     _, status = os.waitpid(pid, 0)

@@ -209,8 +209,10 @@ def flatten(
                     f"{show_path(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be captured: "
                     "keep tensors, None, bool, int, float, str, bytes, torch.dtype, torch.Size, dicts, lists and tuples"
                 )
-            tensor = type(what) is TensorSpec or type(what) is Alias
-            leaves.append(Leaf(path, what, role(path) if tensor else ""))
+            said = role(path) if type(what) is TensorSpec or type(what) is Alias else ""
+            if len(said) > MAX_ROLE_BYTES or not said.isascii():
+                raise CaptureError(f"{show_path(path)}: its role {said[:80]!r} is not ASCII of {MAX_ROLE_BYTES} bytes")
+            leaves.append(Leaf(path, what, said))
 
     if type(tree) not in _DICT_TYPES and type(tree) is not list and type(tree) is not tuple:
         raise CaptureError(f"a section is a dict, list or tuple, not a {type(tree).__name__}")

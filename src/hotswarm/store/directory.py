@@ -113,6 +113,8 @@ class Shared:
     writing: threading.RLock = field(default_factory=threading.RLock)
     guard: threading.RLock = field(default_factory=threading.RLock)
     swept: bool = False
+    littered: bool = False
+    """A change failed halfway since the last sweep: there may be packs that nobody refers to."""
     readers: Counter[SnapshotId] = field(default_factory=Counter)
     leases: dict[SnapshotId, Lease] = field(default_factory=dict)
     trusted_packs: set[str] = field(default_factory=set)

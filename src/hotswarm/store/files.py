@@ -203,6 +203,7 @@ class FileStore:
                 f"{what} failed in {self.folders.base}: {reason}; earlier snapshots are intact, the next try follows"
             )
             self._shared.health[what] = message
+            self._shared.littered = True
             log.warning("%s", message)
             raise StoreError(message) from error
         self._shared.health.pop(what, None)
@@ -399,6 +400,8 @@ class FileStore:
             if gone:
                 self._ops.sync_dir(self.folders.snapshots)
                 self._retire({pack: size for entry in gone for pack, size in entry.packs.items()})
+            if self._shared.littered:
+                self._sweep()
             return [entry.info.snapshot_id for entry in gone]
 
     def _retain_quietly(self) -> None:
@@ -451,7 +454,7 @@ class FileStore:
             self._ops.unlink(path)
 
     def _sweep(self) -> None:
-        """Remove what a crash left: temporaries, packs without a manifest, pins without a snapshot, old fetches."""
+        """Remove what a crash or failure left: temporaries, packs nobody refers to, pins of nothing, old fetches."""
         entries = self._entries()
         needed = {pack for entry in entries for pack in entry.packs}
         ids = {entry.info.snapshot_id for entry in entries}
@@ -468,7 +471,8 @@ class FileStore:
             newest = max((item.lstat().st_mtime for item in path.iterdir()), default=0.0) if path.is_dir() else 0.0
             if self._clock.wall_ms() / 1000 - newest > PARTIAL_KEEP_S:
                 shutil.rmtree(path, ignore_errors=True)
+        self._shared.littered = False
 
     def _remove_leftover(self, path: Path) -> None:
-        log.info("%s was left by a crash; it is removed", path)
+        log.info("%s was left by a crash or failure; it is removed", path)
         self._ops.unlink(path)

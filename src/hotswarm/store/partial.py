@@ -31,13 +31,13 @@ class PartialSection:
 
     def __init__(self, folder: Path, entry: SectionEntry, ops: FileOps | None = None) -> None:
         """Begin, or go on where an earlier process was. StoreError when the disk refuses."""
+        self._data_fd = self._bitmap_fd = -1
         self.folder = folder
         self.entry = entry
         self._ops = ops or FileOps()
         self._spans = entry.layout.chunks
         self._lock = threading.Lock()
         self._have = bytearray(len(self._spans))
-        self._data_fd = self._bitmap_fd = -1
         try:
             make_private_dir(folder)
             self._data_fd = self._ops.open(folder / DATA_NAME, os.O_RDWR | os.O_CREAT)
@@ -143,6 +143,9 @@ class PartialSection:
         for fd in (self._data_fd, self._bitmap_fd):
             close_fd(fd)
         self._data_fd = self._bitmap_fd = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(
