@@ -234,6 +234,18 @@ def test_sigterm_takes_a_last_exact_snapshot_and_ends_the_process_by_the_signal(
     assert "end" not in run.lines()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["daemon", "local"])
+def test_sigterm_in_a_step_that_does_not_end_still_takes_a_snapshot(
+    place: str, short_dir: Path, processes: Any, wait_until: Callable[..., None]
+) -> None:
+    run = Run(processes, short_dir, "--pause", 60, *(["--daemon"] if place == "daemon" else []))
+    run.wait_for_steps(1)
+    run.child.send_signal(signal.SIGTERM)
+    assert run.child.wait(30) == -signal.SIGTERM, processes.log_of(run.child)
+    wait_until(lambda: max(run.saved_steps()) == 1, 20, "the snapshot")
+
+
 @pytest.mark.parametrize("handler", ["flag", "exit"])
 def test_the_users_own_handler_still_runs(handler: str, short_dir: Path, processes: Any) -> None:
     run = Run(processes, short_dir, "--handler", handler)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import hotswarm
+from conftest import Processes
 from hotswarm import NodeConfig, SwarmNode, errors
 from hotswarm.swarm.control import ControlClient
 from rejoining import ROUND, Ring, Worker, same, start_node, together
@@ -30,6 +33,7 @@ class Swarm:
         self.folder = folder
         self.processes = processes
         self.donors: list[Worker] = []
+        self.joiners = 0
         for rank in (0, 1):
             home = folder / f"n{rank}"
             peers = ("--peers", listen_of(self.donors[0].folder)) if self.donors else ()
@@ -50,7 +54,8 @@ class Swarm:
         return tuple(listen_of(donor.folder) for donor in self.donors)
 
     def joiner(self, *, start: bool = True, **settings: Any) -> Worker:
-        home = self.folder / "joiner"
+        self.joiners += 1
+        home = self.folder / f"joiner{self.joiners}"
         start_node(self.processes, home, "--peers", ",".join(self.peers))
         worker = Worker(7, home, seed=99, settings=settings)
         if start:
@@ -62,14 +67,28 @@ class Swarm:
             donor.checkpointer.stop()
 
 
+@pytest.fixture(scope="module")
+def swarm() -> Iterator[Swarm]:
+    """Donors that stand still; their daemons go with the module's last test."""
+    folder = Path(tempfile.mkdtemp(prefix="hs-", dir="/tmp"))
+    processes = Processes(folder)
+    made = Swarm(folder, processes)
+    yield made
+    made.close()
+    processes.end_all()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture
-def swarm(short_dir: Path, processes: Any) -> Iterator[Swarm]:
+def moving_swarm(short_dir: Path, processes: Any) -> Iterator[Swarm]:
+    """Donors of one test's own, which may train on."""
     made = Swarm(short_dir, processes)
     yield made
     made.close()
 
 
-def test_a_joiner_takes_the_agreed_outer_state_and_the_next_sync_is_equal_everywhere(swarm: Swarm) -> None:
+def test_a_joiner_takes_the_agreed_outer_state_and_the_next_sync_is_equal_everywhere(moving_swarm: Swarm) -> None:
+    swarm = moving_swarm
     donors = swarm.donors
     joiner = swarm.joiner(inner="adopt")
     report = joiner.checkpointer.last_report
@@ -149,7 +168,7 @@ def test_another_architecture_is_refused_before_any_tensor_moves(swarm: Swarm) -
         other.recover("outer")
     print(caught.value)
     assert all(torch.equal(before[name], tensor) for name, tensor in joiner.net.state_dict().items())
-    assert not list((swarm.folder / "joiner").glob("runs/*/packs/*"))
+    assert not list(joiner.folder.glob("runs/*/packs/*"))
 
 
 def test_the_coroutines_fetch_and_restore(swarm: Swarm) -> None:
@@ -189,8 +208,10 @@ def test_auto_recovery_as_a_coroutine(swarm: Swarm) -> None:
     )
 
 
-def test_the_function_fetches_with_a_daemon_of_its_own_and_the_snapshot_outlives_it(swarm: Swarm) -> None:
-    config = NodeConfig(state_dir=swarm.folder / "visitor", listen="127.0.0.1:0", peers=swarm.peers)
+def test_the_function_fetches_with_a_daemon_of_its_own_and_the_snapshot_outlives_it(
+    swarm: Swarm, tmp_path: Path
+) -> None:
+    config = NodeConfig(state_dir=tmp_path / "visitor", listen="127.0.0.1:0", peers=swarm.peers)
     with hotswarm.fetch_neighbor_snapshot(node=config, timeout=20.0) as snapshot:
         assert ControlClient.find(config.state_dir) is None  # it lived for the call
         assert snapshot.manifest.outer_step == 2
@@ -199,7 +220,7 @@ def test_the_function_fetches_with_a_daemon_of_its_own_and_the_snapshot_outlives
         assert snapshot.path.is_file()
         outer = swarm.donors[0].outer
         assert torch.equal(snapshot.state_dict()["model_state_dict"]["a.weight"], outer["outer.a.weight"])
-        other = Worker(3, swarm.folder / "other", seed=5)
+        other = Worker(3, tmp_path / "other", seed=5)
         snapshot.restore_into(other.net, other.inner, other.trainer)
         assert other.trainer.stats.outer_step_count == 2
         assert (
@@ -214,8 +235,8 @@ def test_the_function_fetches_with_a_daemon_of_its_own_and_the_snapshot_outlives
             snapshot.restore_into(wrong, torch.optim.AdamW(wrong.parameters()))
 
 
-def test_the_awaitable_function_uses_a_running_node(swarm: Swarm) -> None:
-    config = NodeConfig(state_dir=swarm.folder / "visitor", listen="127.0.0.1:0", peers=swarm.peers)
+def test_the_awaitable_function_uses_a_running_node(swarm: Swarm, tmp_path: Path) -> None:
+    config = NodeConfig(state_dir=tmp_path / "visitor", listen="127.0.0.1:0", peers=swarm.peers)
     with SwarmNode(config) as node:
         snapshot = asyncio.run(hotswarm.afetch_neighbor_snapshot(swarm.peers[1], node=node, timeout=20.0))
         assert snapshot.manifest.node == swarm.donors[1].checkpointer.swarm_node_id
@@ -226,7 +247,8 @@ def test_the_awaitable_function_uses_a_running_node(swarm: Swarm) -> None:
         hotswarm.fetch_neighbor_snapshot(node=config, mode="steal")
 
 
-def test_a_node_that_is_back_within_its_round_resumes_its_own_snapshot(swarm: Swarm) -> None:
+def test_a_node_that_is_back_within_its_round_resumes_its_own_snapshot(moving_swarm: Swarm) -> None:
+    swarm = moving_swarm
     donor = swarm.donors[1]
     outer, moments = donor.outer, {p: dict(s) for p, s in donor.inner.state.items()}
     donor.checkpointer.stop()
@@ -238,3 +260,59 @@ def test_a_node_that_is_back_within_its_round_resumes_its_own_snapshot(swarm: Sw
     assert len(again.inner.state) == len(moments)
     assert again.trainer.stats.inner_step_count == 4
     swarm.donors[1] = again
+
+
+def test_a_swarm_that_finishes_its_round_meanwhile_is_chased(moving_swarm: Swarm) -> None:
+    swarm = moving_swarm
+    joiner = swarm.joiner(start=False, inner="adopt")
+    moved: list[int] = []
+
+    def progress(event: dict[str, Any]) -> None:
+        if event.get("phase") == "fetch" and not moved:  # what to fetch is chosen: the donors end their round now
+            moved.append(1)
+            together(*swarm.donors, count=ROUND)
+            for donor in swarm.donors:
+                assert donor.checkpointer.force_snapshot() is not None
+
+    joiner.checkpointer.on_progress = progress
+    joiner.checkpointer.start()
+    report = joiner.checkpointer.last_report
+    assert moved
+    assert (report.action, report.outer_step) == ("outer", 3), report.summary()
+    assert report.started_at["outer_step"] == joiner.trainer.stats.outer_step_count == 3
+    assert joiner.scheduler.last_epoch == joiner.trainer.stats.total_inner_steps == report.started_at["training_step"]
+    assert same(not_live(joiner), not_live(swarm.donors[0])) == []
+    joiner.checkpointer.stop()
+
+
+def not_live(worker: Worker) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in worker.outer.items() if not name.startswith("live")}
+
+
+def test_without_an_outer_optimizer_the_one_who_trained_longest_is_cloned(short_dir: Path, processes: Any) -> None:
+    made = []
+    for rank, steps in ((0, 5), (1, 9), (2, 0)):
+        home = short_dir / f"n{rank}"
+        peers = ("--peers", ",".join(listen_of(worker.checkpoint_dir) for worker, _ in made)) if made else ()
+        start_node(processes, home, *peers)
+        torch.manual_seed(rank)
+        net = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.AdamW(net.parameters())
+        config = hotswarm.CheckpointConfig(checkpoint_dir=home, linger_seconds=0, handle_sigterm=False)
+        checkpointer = hotswarm.SpeculativeCheckpointer(net, optimizer, config=config, node_id=f"w{rank}")
+        made.append((checkpointer, net))
+        checkpointer.start()
+        if steps:
+            optimizer.zero_grad()
+            for _ in range(steps - checkpointer.training_step):
+                net(torch.ones(2, 8)).square().sum().backward()
+                optimizer.step()
+                checkpointer.step()
+            assert checkpointer.force_snapshot().training_step == steps
+    last, net = made[-1]
+    report = last.last_report
+    assert (report.action, report.agreement, report.training_step) == ("clone", "unconfirmed", 9), report.summary()
+    assert torch.equal(net.weight, made[1][1].weight)
+    assert last.training_step == 9
+    for checkpointer, _ in made:
+        checkpointer.stop()

@@ -34,7 +34,7 @@ from hotswarm.cadence import Cadence
 from hotswarm.capture.diloco import Counters, EngineAdapter, SeedAdapter
 from hotswarm.capturing import Capturer
 from hotswarm.checkpoint_types import CheckpointConfig, CheckpointMetadata, CheckpointType
-from hotswarm.errors import ConfigError, HotswarmError, LocalFailure
+from hotswarm.errors import ConfigError, HotswarmError, LocalFailure, NoSnapshot
 from hotswarm.handle import SnapshotHandle
 from hotswarm.keeper import Keeper
 from hotswarm.label import kept_label
@@ -435,6 +435,8 @@ class SpeculativeCheckpointer:
         except HotswarmError as error:
             self._taker.failed(error, counted=False)
             return False
+        if not report.restored:
+            self._taker.failed(NoSnapshot(f"nothing was restored: {report.reason}"), counted=False)
         return report.restored
 
     def recover(self, mode: str | None = None, *, dry_run: bool = False) -> RecoveryReport:

@@ -115,7 +115,7 @@ class Loader:
         start = join_position(place, clock, engine.round_length, time.monotonic() - asked_at)
         counters = Counters(start.outer_step, start.inner_step, start.training_step)
         restorer.apply(as_outer(incoming), self._joining_parts(checkpoint, incoming, counters))
-        restorer.fast_forward(start.training_step - there.training_step)
+        self._recoverer.move_scheduler(there.training_step, start.training_step)
         self._capturer.restored_counters(counters)
 
     def _own_parts(self, checkpoint: Mapping[str, Any], incoming: IncomingState) -> RestoreParts:

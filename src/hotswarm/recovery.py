@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,6 +139,25 @@ class Recoverer:
     def restorer(self) -> Restorer:
         """For the objects as they are now."""
         return Restorer(self.capturer.state)
+
+    def move_scheduler(self, taken_at: int, start_at: int) -> None:
+        """Bring the LR scheduler from the training step of its snapshot to the one that training starts at.
+
+        A scheduler that does not count training steps (one step per epoch, say) is where it belongs already.
+        """
+        scheduler = self.capturer.state.scheduler
+        position = getattr(scheduler, "last_epoch", None)
+        if not isinstance(position, int) or abs(position - taken_at) > 1:
+            return
+        if start_at >= taken_at:
+            self.restorer.fast_forward(start_at - taken_at)
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch wants nobody to name an epoch; there is no other way back
+            try:
+                scheduler.step(position + start_at - taken_at)
+            except (TypeError, NotImplementedError) as error:
+                log.warning("the LR scheduler stays %d steps ahead: %s", taken_at - start_at, error)
 
     def request(
         self, mode: str | None, *, peer: str | None = None, timeout_s: float | None = None, dry_run: bool = False
@@ -314,7 +334,7 @@ class Prepared:
         place = Position(report.outer_step, report.inner_step, report.training_step)
         start = join_position(place, clock, length, time.monotonic() - asked_at)
         counters = Counters(start.outer_step, start.inner_step, start.training_step)
-        self._owner.restorer.fast_forward(start.training_step - report.training_step)
+        self._owner.move_scheduler(report.training_step, start.training_step)
         if engine is not None:
             engine.set_counters(counters)
         self._owner.capturer.restored_counters(counters)

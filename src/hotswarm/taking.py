@@ -11,7 +11,7 @@ from collections.abc import Callable
 from hotswarm.cadence import Cadence
 from hotswarm.capturing import Capturer, NoSlotError, NotNowError
 from hotswarm.checkpoint_types import CheckpointMetadata, CheckpointType
-from hotswarm.errors import HotswarmError, LocalFailure
+from hotswarm.errors import ControlError, HotswarmError, LocalFailure
 from hotswarm.handle import SnapshotHandle
 from hotswarm.metadata import MetadataMaker
 from hotswarm.reach import Reach
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 FORCE_WAIT_S = 600.0  # for the disk
 SLOT_WAIT_S = 10.0  # an explicit snapshot waits for a free arena slot; one that is merely due does not
 URGENT_WAIT_S = 2.0
+LOST_AFTER_S = 60.0  # a snapshot that nobody knows any more, when newer ones are durable
 SETTLE_S = 1.0  # that the keeper waits for one snapshot before it looks at other things
 
 
@@ -159,10 +160,16 @@ class Taker:
 
     def settle(self) -> None:
         """Follow what was handed over to the disk, as far as that goes now. For the keeper's thread."""
-        for handle in list(self._unsettled):
+        newest_done = 0.0
+        for handle in reversed(list(self._unsettled)):
             with contextlib.suppress(HotswarmError):  # noted by _settled; or not durable yet: the next round
                 handle.result(SETTLE_S)
+            lost = handle.copied_at < newest_done and time.monotonic() - handle.copied_at > LOST_AFTER_S
+            if not handle.done and lost:
+                handle.failed(ControlError("a daemon that is gone took this snapshot along; newer ones are durable"))
+                self.skipped += 1
             if handle.done:
+                newest_done = max(newest_done, handle.copied_at)
                 with contextlib.suppress(ValueError):  # forgotten meanwhile
                     self._unsettled.remove(handle)
 
