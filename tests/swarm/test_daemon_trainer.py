@@ -292,8 +292,13 @@ def test_forked_children_hold_none_of_our_descriptors(processes, short_dir, wait
     parent = processes.start([*LITTLE_TRAINER, state_dir, log, "fork"])
     wait_until(lambda: logged(log, "child"), 20, "the forked child")
     child = psutil.Process(int(logged(log, "child")[0]))
-    targets = [os.readlink(f"/proc/{child.pid}/fd/{name}") for name in os.listdir(f"/proc/{child.pid}/fd")]
-    assert not [target for target in targets if "hotswarm" in target or target.startswith("socket:")], targets
+
+    def ours() -> list[str]:
+        folder = f"/proc/{child.pid}/fd"
+        targets = [os.readlink(f"{folder}/{name}") for name in os.listdir(folder)]
+        return [target for target in targets if "hotswarm" in target or target.startswith("socket:")]
+
+    wait_until(lambda: not ours(), 10, "the child, which may not have run yet, to close them")
     assert "hotswarm-arena" not in Path(f"/proc/{child.pid}/maps").read_text()
     parent.kill()
     parent.wait()
