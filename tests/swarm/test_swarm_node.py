@@ -45,7 +45,7 @@ def test_starting_on_a_taken_state_directory_says_who_has_it(short_dir):
 def test_a_killed_daemon_is_reported_and_replaced(short_dir):
     node = SwarmNode(config(short_dir)).start()
     os.kill(node.pid, signal.SIGKILL)
-    with pytest.raises(LocalFailure, match="daemon[.]log"):
+    with pytest.raises(LocalFailure, match=r"daemon\.log"):
         node.stop()
     with node:
         assert node.running
