@@ -305,6 +305,13 @@ def test_the_service_manager_is_told_when_the_node_is_ready(processes, short_dir
         assert manager.recv(100) == b"READY=1"
 
 
+def test_a_service_manager_that_is_gone_does_not_stop_the_node(processes, short_dir):
+    env = {**os.environ, "NOTIFY_SOCKET": str(short_dir / "gone")}
+    daemon = start_daemon(processes, short_dir / "state", env=env)
+    assert client_of(short_dir / "state").status()["ready"]
+    assert "could not tell the service manager" in processes.log_of(daemon)
+
+
 def test_top_shows_the_status_until_it_is_interrupted(processes, short_dir, wait_until):
     state_dir = short_dir / "state"
     start_daemon(processes, state_dir, "--name", "bob")

@@ -52,6 +52,14 @@ def test_a_lost_machine_is_rebuilt_by_daemons_that_it_finds_through_one_of_them(
     assert "fetched_chunks" in str(recoveries)
 
 
+def test_a_daemon_looks_for_its_peers_at_once_and_unasked(processes: Any, short_dir: Path, wait_until: Any) -> None:
+    state_dir = prepared(short_dir, Made("a"))
+    start_daemon(processes, state_dir, "--run", RUN)
+    a = client_of(state_dir).status()
+    start_daemon(processes, short_dir / "j", "--run", RUN, "--peers", a["listen"])
+    wait_until(lambda: [peer["node"] for peer in client_of(short_dir / "j").peers()] == [a["node"]], 4, "the peer")
+
+
 def test_a_daemon_with_another_key_is_told_so_by_everyone(processes: Any, short_dir: Path) -> None:
     for name in ("mine", "theirs"):
         write_key_file(short_dir / name, SwarmKey.generate())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import socket
 import sys
 import textwrap
 
@@ -12,6 +14,7 @@ import pytest
 
 from hotswarm import NodeConfig, SwarmNode
 from hotswarm.errors import ControlError, LocalFailure, LockedError
+from hotswarm.swarm.spawn import spawn
 
 
 def config(folder, **changes) -> NodeConfig:
@@ -49,6 +52,36 @@ def test_a_killed_daemon_is_reported_and_replaced(short_dir):
         node.stop()
     with node:
         assert node.running
+
+
+def test_the_service_manager_of_the_owner_hears_nothing_of_the_node(short_dir, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(short_dir / "notify"))
+        manager.setblocking(False)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(short_dir / "notify"))
+        with SwarmNode(config(short_dir)) as node:
+            assert node.running
+        with pytest.raises(BlockingIOError):
+            manager.recv(100)
+
+
+def test_what_the_machine_refuses_is_a_local_failure(short_dir, monkeypatch):
+    folder = short_dir / "state"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(spare) + 1, hard))
+        for start in (lambda: SwarmNode(config(short_dir)).start(), lambda: spawn(config(short_dir))):
+            with pytest.raises(LocalFailure, match="Too many open files"):
+                start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in spare:
+            os.close(fd)
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(short_dir / "gone"))
+    with pytest.raises(LocalFailure, match="No such file or directory"):
+        spawn(config(short_dir))
+    assert not (folder / "daemon.lock").exists()
 
 
 def test_a_node_outlives_its_owner_by_linger_seconds_only(processes, short_dir, wait_until):

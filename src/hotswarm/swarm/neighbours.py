@@ -34,6 +34,8 @@ RETRY_S = 0.5
 DESCRIBE_TIMEOUT_S = 2.0
 CLOCK_TIMEOUT_S = 1.0
 EXCHANGE_TIMEOUT_S = 2.0
+SEARCH_S = 10.0  # the first search of a node, which nobody waits for
+FIRST_REFRESH_S = 0.5  # doubled up to the next while nobody is known
 REFRESH_S = 10.0
 REFRESHED_AT_ONCE = 16
 FORGET_FAILURES = 5  # in a row; then a peer is listed no more until somebody names it again
@@ -265,9 +267,17 @@ class Neighbours:
         return [item for r in found for item in self.of_record(r, "exchange") if not self._is_me(item[0], item[1])]
 
     async def keep_fresh(self) -> None:
-        """For ever: ask everyone again now and then, and trade records with one of them."""
+        """For ever: search at once, then ask everyone again now and then, and trade records with one of them.
+
+        While nobody answers the pauses are short: nodes of one job start at about the same time.
+        """
+        with contextlib.suppress(NotAuthorised):  # kept in `refused`
+            await self.search(SEARCH_S)
+        pause_s = FIRST_REFRESH_S
         while True:
-            await asyncio.sleep(REFRESH_S * random.uniform(0.8, 1.2))
+            alone = all(known.failures for known in self._known.values())
+            pause_s = min(2 * pause_s, REFRESH_S) if alone else REFRESH_S
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             places = {(node or address): (address, node) for address, node, _ in reversed(self.candidates())}
             chosen = random.sample(sorted(places), min(REFRESHED_AT_ONCE, len(places)))
             await asyncio.gather(*(self.describe(*places[key], DESCRIBE_TIMEOUT_S) for key in chosen))

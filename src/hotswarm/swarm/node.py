@@ -165,8 +165,11 @@ class Node:
             os.close(ready_fd)
         manager = os.environ.get("NOTIFY_SOCKET")
         if manager:  # sd_notify(3); "@" marks an abstract name
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-                sock.sendto(b"READY=1", "\0" + manager[1:] if manager.startswith("@") else manager)
+            try:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+                    sock.sendto(b"READY=1", "\0" + manager[1:] if manager.startswith("@") else manager)
+            except OSError as error:  # the name of a manager that is gone, or lies in another container
+                log.warning("could not tell the service manager at %s that this node is ready: %s", manager, error)
 
     def request_stop(self, exit_code: int = 0) -> None:
         """Begin to stop."""

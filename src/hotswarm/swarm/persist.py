@@ -10,7 +10,8 @@ looked at every `POLL_S`. One thread of low priority hashes and writes, one snap
   snapshot is the retry. Once the trainer is dead there is no next one: `settle(retry=True)` tries what failed again.
 - The slot's table is not a manifest: FREE, and the failure is kept. Only a fault in the trainer's process does that.
 - A daemon before this one died in READING: the bytes are whole and the slot is offered again. When that daemon had
-  committed the snapshot and died before HELD, the store knows the capture already and nothing is written twice.
+  committed the snapshot and died before HELD, the store knows the capture already and nothing is written twice. Only
+  such a slot is looked up, by its capture number: two captures may well agree in time and steps.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Persister:
         self._results: OrderedDict[int, SnapshotInfo | HotswarmError] = OrderedDict()
         self._unsaved: dict[int, int] = {}  # slot index → seq that could not be written
         self._held: dict[int, tuple[int, SnapshotInfo]] = {}  # slot index → (seq, what lies there)
+        self._interrupted: dict[int, int] = {}  # slot index → seq that a daemon before this one was reading
         self._executor = ThreadPoolExecutor(1, "hotswarm-persist", _lower_priority)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -85,7 +87,9 @@ class Persister:
         self._arena = arena
         self._unsaved.clear()
         self._held.clear()
+        self._interrupted.clear()
         if arena is not None:
+            self._interrupted = {slot.index: slot.seq for slot in arena.slots if slot.state is SlotState.READING}
             arena.requeue_unread()
             self.wake()
 
@@ -193,7 +197,8 @@ class Persister:
         loop = asyncio.get_running_loop()
         result: SnapshotInfo | HotswarmError
         try:
-            result = await loop.run_in_executor(self._executor, self._write_in_thread, slot)
+            interrupted = self._interrupted.pop(slot.index, None) == seq
+            result = await loop.run_in_executor(self._executor, self._write_in_thread, slot, interrupted)
         except ManifestError as error:
             slot.release()
             result = error
@@ -234,17 +239,19 @@ class Persister:
             result.snapshot_id, result.outer_step, result.inner_step, result.bytes / 2**20, self.last_seconds,
         )  # fmt: skip
 
-    def _write_in_thread(self, slot: Slot) -> SnapshotInfo:
+    def _write_in_thread(self, slot: Slot, interrupted: bool) -> SnapshotInfo:
         draft = parse_draft(slot.table())
-        known = self._stored_before(draft)
+        known = self._stored_before(draft) if interrupted else None
         return known or self._store.write(draft, slot.streams(), self._signer, kind=draft.kind)
 
     def _stored_before(self, draft: DraftManifest) -> SnapshotInfo | None:
-        capture = (draft.time_ms, draft.training_step, draft.outer_step, draft.inner_step)
-        for info in reversed(self._store.snapshots()):
-            if info.own and (info.time_ms, info.training_step, info.outer_step, info.inner_step) == capture:
-                return info
-        return None
+        """What a daemon made of this very capture before it died, if it came that far."""
+        capture = _capture(draft)
+        return next((info for info in self._store.snapshots() if info.own and _capture(info) == capture), None)
+
+
+def _capture(of: DraftManifest | SnapshotInfo) -> tuple[object, ...]:
+    return (of.seq, of.kind, of.label, of.time_ms, of.training_step, of.outer_step, of.inner_step)
 
 
 def _lower_priority() -> None:

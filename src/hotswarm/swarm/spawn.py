@@ -30,6 +30,7 @@ from hotswarm.swarm.paths import read_daemon_info, socket_path
 READY_TIMEOUT_S = 30.0  # a start takes under a second; a machine that swaps may take many
 STOPPING_TIMEOUT_S = 15.0  # a daemon that ends writes at most its arena's slots, and withdraws for up to 5 s
 LOG_NAME = "daemon.log"
+_SERVICE_MANAGERS = {"NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"}
 MAX_LOG_BYTES = 8 << 20  # a log that has grown past this is put aside at the next start
 
 
@@ -49,7 +50,7 @@ def spawn(config: NodeConfig) -> ControlClient:
     The new one lives in a session of its own, logs to `<state_dir>/daemon.log`, and ends `linger_seconds` after its
     last trainer left. Raises what kept it from starting: LockedError, NotAuthorised, ConfigError, LocalFailure.
     """
-    with _spawn_lock(config.state_dir):
+    with _local_failures(config.state_dir), _spawn_lock(config.state_dir):
         deadline = time.monotonic() + STOPPING_TIMEOUT_S
         while True:
             running = ControlClient.find(config.state_dir)
@@ -69,8 +70,25 @@ def spawn(config: NodeConfig) -> ControlClient:
 def start_daemon(
     config: NodeConfig, *, spawned: bool = False, detach: bool = False, owner_pid: int | None = None
 ) -> Started:
-    """Start a daemon and wait until it answers. When it ends by itself: see `lifetime`."""
+    """Start a daemon and wait until it answers. When it ends by itself: see `lifetime`. Raises as `spawn` does."""
     config = _absolute(config)
+    with _local_failures(config.state_dir):
+        return _start(config, spawned=spawned, detach=detach, owner_pid=owner_pid)
+
+
+@contextmanager
+def _local_failures(state_dir: Path) -> Iterator[None]:
+    """A full process table, no descriptor left, a folder that cannot be written: this machine's fault, not the run's."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        raise LocalFailure(
+            f"cannot start a daemon on {state_dir}: {what}; this machine refuses, check its limits and permissions"
+        ) from error
+
+
+def _start(config: NodeConfig, *, spawned: bool, detach: bool, owner_pid: int | None) -> Started:
     _make_state_dir(config.state_dir)
     settings = {"config": config.to_json(), "spawned": spawned, "owner_pid": owner_pid, "detach": detach}
     with _Pipe() as settings_pipe, _Pipe() as ready_pipe:
@@ -201,7 +219,11 @@ def _open_log(state_dir: Path) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """The own environment, so that the child finds hotswarm as this process did, wherever it was imported from."""
+    """The own environment, so that the child finds hotswarm as this process did, wherever it was imported from.
+
+    Without what a service manager said to this process alone: a daemon that reported ready would report its trainer so.
+    """
     package_parent = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{package_parent}" if path else package_parent}
+    kept = {name: value for name, value in os.environ.items() if name not in _SERVICE_MANAGERS}
+    return {**kept, "PYTHONPATH": f"{path}{os.pathsep}{package_parent}" if path else package_parent}
