@@ -169,6 +169,14 @@ class LocalBackend:
                 newest = max((info.seq for info in self._store.snapshots()), default=0)
                 self._last_seq = max(self._last_seq, newest)
 
+    def unlock(self) -> None:
+        """Give the state directory back; the next write takes it again. The arena stays."""
+        self.persist_ready()
+        with self._guard:
+            if self._writable:
+                self._writable = False
+                self._store.close()
+
     def arena(self, slot_bytes: int, table_bytes: int) -> Arena:
         """See Backend. A state that grew gets a new arena, once the old one's slots are on disk."""
         self.open_for_writing()
@@ -250,7 +258,7 @@ class LocalBackend:
                 f"mode {request.mode} takes a neighbour's state, and this checkpointer has no daemon to reach one; "
                 "call start() with serve_to_peers or announce_to_dht, or give node="
             )
-        usable = [info for info in self.snapshots() if info.complete and request.arch in (None, b"", info.arch)]
+        usable = [info for info in self.snapshots() if info.restorable and request.arch in (None, b"", info.arch)]
         if not usable:
             if request.mode == "resume":
                 raise NoSnapshot(f"no snapshot of this model lies in {self._store.root}")
@@ -264,7 +272,7 @@ class LocalBackend:
                 report=_reason(report, "the own snapshot is the newest", newest),
             )
         action = "outer" if "outer" in newest.complete_sections else "clone"
-        source = "adopt" if "inner" in newest.complete_sections else "fresh"
+        source = "fresh" if request.inner == "fresh" else "adopt"
         own = max((info for info in usable if info.own), key=lambda info: info.order_key, default=None)
         return RecoverOutcome(
             action,  # type: ignore[arg-type]
@@ -294,14 +302,11 @@ class LocalBackend:
 
     def close(self) -> None:
         """See Backend."""
-        self.persist_ready()
+        self.unlock()
         with self._guard:
             arena, self._arena = self._arena, None
-            writable, self._writable = self._writable, False
         if arena is not None:
             arena.close()
-        if writable:
-            self._store.close()
 
 
 def _reason(report: ReportData, reason: str, info: SnapshotInfo | None = None) -> ReportData:

@@ -69,6 +69,12 @@ class DaemonBackend:
         self._look_at = 0.0
         self._looks = 0
         self._closed = False
+        self._lost = False
+
+    @property
+    def has_session(self) -> bool:
+        """Whether this trainer has attached; its daemon may be gone since."""
+        return self._session is not None
 
     @property
     def attached(self) -> bool:
@@ -84,7 +90,11 @@ class DaemonBackend:
             if arena is not None and arena.slot_bytes >= slot_bytes and arena.table_bytes >= table_bytes:
                 return arena
             if session is None:
-                session = self._session = self._attach(slot_bytes, table_bytes, None)
+                try:
+                    session = self._session = self._attach(slot_bytes, table_bytes, None)
+                except ControlError:
+                    self._lost = True  # it may be busy, or gone: tend() looks which
+                    raise
             elif not session.alive:
                 raise ControlError(
                     "the state has outgrown the arena while no daemon is there to make a larger one; its snapshots wait"
@@ -161,7 +171,9 @@ class DaemonBackend:
     def tend(self) -> None:
         """See Backend: give the arena back to a daemon that came after the one it was made with."""
         session, now = self._session, time.monotonic()
-        if session is None or now < self._look_at or self._closed or self._guard.locked() or session.alive:
+        if now < self._look_at or self._closed or self._guard.locked():
+            return
+        if session.alive if session is not None else not self._lost:
             return
         self._looks += 1
         self._look_at = now + min(RECONNECT_S * 2 ** min(self._looks - 1, 5), LOOK_LIMIT_S)
@@ -171,16 +183,17 @@ class DaemonBackend:
                 return
             with self._guard:
                 arena = self._arena
-                if self._closed or arena is None or self._session is not session:
+                if self._closed or self._session is not session:
                     return
-                self.client = found
-                self._session = self._attach(arena.slot_bytes, arena.table_bytes, session.arena_fd)
-                session.close()
+                self.client, self._lost = found, False
+                if session is not None and arena is not None:
+                    self._session = self._attach(arena.slot_bytes, arena.table_bytes, session.arena_fd)
+                    session.close()
         except HotswarmError as error:
             log.warning("no daemon to protect this trainer: %s; trying again", error)
             return
         self._looks = 0
-        log.info("attached to the daemon at %s", found.socket)
+        log.info("found the daemon at %s", found.socket)
 
     def _release(self) -> None:
         session, self._session = self._session, None

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from hotswarm.store.arena import Arena
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+URGENT_LOCK_S = 1.0
 BOUNDARY_TIMEOUT_S = 10.0  # how long a call from another thread waits for a step boundary: the contract says so
 SLOT_POLL_S = 0.002
 
@@ -73,6 +75,7 @@ class Capturer:
         self.on_boundary: Callable[[bool], None] = _ignore
         self._posted: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._copying = threading.RLock()
+        self._copying_now = False
         self._stager = Stager()
         self._arena: Arena | None = None
         self._arena_of: Backend | None = None
@@ -170,6 +173,8 @@ class Capturer:
         if not self._counted:
             self._count()
         self._counted = False
+        if self.in_outer_step():
+            self.write_live()  # no boundary, but others want to know where training stands
         self.boundary.explicit()
 
     def _at_boundary(self, exact: bool) -> None:
@@ -190,7 +195,10 @@ class Capturer:
         elif self._is_trainer() and not self.in_outer_step():
             return function()
         if self._is_trainer():
-            raise NotNowError("the trainer is inside an outer step: live and outer parameters do not fit together now")
+            raise NotNowError(
+                "the trainer is inside an outer step (in its callback?): live and outer parameters do not fit together "
+                "before the next step boundary"
+            )
         return self._post_and_wait(function, timeout_s)
 
     @contextlib.contextmanager
@@ -200,6 +208,19 @@ class Capturer:
             if self.in_outer_step():
                 raise NotNowError("the trainer is inside an outer step")
             yield
+
+    def stands_still(self) -> AbstractContextManager[object] | None:
+        """In the middle of a step: what to hold while the state is copied, or None when it may be moving.
+
+        On the trainer's own thread nothing moves but by this call, so what counts is whether an optimizer or an engine
+        is at work; on another one only the engine's lock makes it stand still. A copy under way is not interrupted.
+        """
+        if self._copying_now or self.in_optimizer_step or self.in_outer_step():
+            return None
+        if threading.current_thread() is self.trainer_thread:
+            return contextlib.nullcontext()
+        lock = self._real_lock()
+        return None if lock is None else self._entered(lock, URGENT_LOCK_S)
 
     def _is_trainer(self) -> bool:
         return threading.current_thread() is self.trainer_thread or not self.trainer_thread.is_alive()
@@ -255,7 +276,7 @@ class Capturer:
         NoSlotError when after `wait_s` seconds no slot may be written; CaptureError, StoreError, ControlError.
         """
         began = time.perf_counter()
-        with self._copying:
+        with self._copying, self._noted():
             tree = self.state.collect()
             counters = self.counters()
             if tree.counters != counters:
@@ -277,6 +298,14 @@ class Capturer:
                     raise NoSlotError("earlier snapshots are still being written; this one is left out")
                 backend.make_room()
                 time.sleep(SLOT_POLL_S)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        self._copying_now = True
+        try:
+            yield
+        finally:
+            self._copying_now = False
 
     def _arena_for(self, backend: Backend, tree: StateTree) -> Arena:
         if self._arena is None or self._arena_of is not backend:

@@ -34,11 +34,11 @@ from hotswarm.cadence import Cadence
 from hotswarm.capture.diloco import Counters, EngineAdapter, SeedAdapter
 from hotswarm.capturing import Capturer
 from hotswarm.checkpoint_types import CheckpointConfig, CheckpointMetadata, CheckpointType
-from hotswarm.errors import ConfigError, HotswarmError, LocalFailure, NoSnapshot
+from hotswarm.errors import ConfigError, HalfRestored, HotswarmError, LocalFailure, NoSnapshot
 from hotswarm.handle import SnapshotHandle
 from hotswarm.keeper import Keeper
 from hotswarm.label import kept_label
-from hotswarm.link import Link, resolve
+from hotswarm.link import for_checkpointer
 from hotswarm.loading import Loader, VerifyReport
 from hotswarm.metadata import MetadataMaker
 from hotswarm.p2p import P2PManager
@@ -107,8 +107,7 @@ class SpeculativeCheckpointer:
 
         self._served_here = 0
         self._served_by_daemon = 0
-        self._link = self._resolve_link(node)
-        self._reach = Reach(self._link, config, self.node_id)
+        self._reach = Reach(for_checkpointer(node, config, self.node_id), config, self.node_id)
         self._p2p = P2PManager(p2p_manager, self.node_id)
         self._capturer = Capturer(
             model,
@@ -126,7 +125,7 @@ class SpeculativeCheckpointer:
         metadata = MetadataMaker(model, self.node_id, self._reach.manifest)
         self._taker = Taker(self._capturer, self._reach, self._cadence, metadata)
         self._keeper = Keeper(self._background)
-        self._termination = Termination(self._taker.urgent)
+        self._termination = Termination(self._taker.urgent, self._taker.soon, self._taker.hand_over)
         self._capturer.on_boundary = self._taker.boundary
         self._taker.wake = self._keeper.wake
         self._taker.on_durable = self._durable
@@ -134,17 +133,6 @@ class SpeculativeCheckpointer:
         self._taker.last_words = self._last_words
         self._to_announce: deque[CheckpointMetadata] = deque()
         self._followed: list[EngineAdapter] = []
-
-    def _resolve_link(self, node: Any) -> Link:
-        config = self.config
-        overrides = {
-            "max_hot_snapshots": config.max_hot_snapshots,
-            "max_cold_checkpoints": config.max_cold_checkpoints,
-            "max_bytes": config.max_bytes,
-            "linger_seconds": float(config.linger_seconds),
-            "name": self.node_id,
-        }
-        return resolve(node, self.checkpoint_dir.absolute(), overrides)
 
     def set_engine(self, engine: EngineAdapter) -> None:
         """Capture and restore through `engine` (what `hotswarm.torchft.attach` calls). Before `start()`."""
@@ -178,7 +166,8 @@ class SpeculativeCheckpointer:
     def start(self) -> None:
         """Recover (with `auto_fetch_on_start`), then begin to take snapshots. Does nothing when it runs already.
 
-        Without a daemon, and where none can be started, the local store serves alone, and `last_error` says so.
+        Without a daemon, and where none can be started, the local store serves alone, and `last_error` says so. What
+        fails here ends no training, with one exception: HalfRestored, when the model is not fit to be trained on.
         """
         if self.running:
             return
@@ -212,12 +201,7 @@ class SpeculativeCheckpointer:
         self.running = self._taker.active = False
         deadline = time.monotonic() + STOP_BUDGET_S
         self._cadence.stop()
-        handle = self._taker.handle(CheckpointType.HOT)
-        try:
-            self._capturer.at_boundary(lambda: self._taker.copy_into(handle, wait_s=0.2), timeout_s=0.3)
-        except HotswarmError as error:
-            handle.failed(error)
-            log.warning("no last snapshot: %s", error)
+        handle = self._last_snapshot()
         self._capturer.detach()
         self._termination.remove()
         atexit.unregister(self._at_exit)
@@ -228,6 +212,16 @@ class SpeculativeCheckpointer:
         self._keeper.stop(max(0.1, deadline - time.monotonic()))
         self._let_go()
         log.info("snapshots stopped")
+
+    def _last_snapshot(self) -> SnapshotHandle:
+        handle = self._taker.handle(CheckpointType.HOT)
+        try:
+            self._reach.fall_back()  # where the daemon is gone, the local store takes it
+            self._capturer.at_boundary(lambda: self._taker.copy_into(handle, wait_s=0.2), timeout_s=0.3)
+        except HotswarmError as error:
+            handle.failed(error)
+            self._taker.failed(error)
+        return handle
 
     def _at_exit(self) -> None:
         """The program ends without stop(): what was copied is handed over, nothing more is copied."""
@@ -302,12 +296,8 @@ class SpeculativeCheckpointer:
         return self._listed(CheckpointType.COLD)
 
     def _listed(self, kind: CheckpointType) -> list[CheckpointMetadata]:
-        found = []
-        for info in self._reach.snapshots():
-            if info.kind == kind.value:
-                with contextlib.suppress(HotswarmError):  # retired or damaged between the listing and the look
-                    found.append(self._taker.metadata.make(info))
-        return found
+        make = self._taker.metadata.make
+        return [make(info) for info in self._reach.snapshots() if info.kind == kind.value]
 
     @property
     def snapshots_saved(self) -> int:
@@ -469,9 +459,14 @@ class SpeculativeCheckpointer:
         try:
             report = self._finish(self._recoverer.prepare(backend, None, keep_newer=True))
             log.info("recovery: %s", report.summary())
+        except HalfRestored:
+            raise  # the one failure that must not be trained on
         except HotswarmError as error:
             self._taker.failed(error, counted=False)
             log.error("nothing was recovered: %s", error)  # noqa: TRY400 - the message says it all
+        except Exception as error:
+            log.exception("nothing was recovered, unexpectedly; training goes on")
+            self._taker.failed(LocalFailure(f"recovery failed: {type(error).__name__}: {error}"), counted=False)
 
     def verify(self) -> VerifyReport:
         """Compare the live state with the newest snapshot, digest by digest. NoSnapshot when there is none."""

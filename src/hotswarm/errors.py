@@ -43,13 +43,17 @@ class IntegrityError(StoreError):
 
 
 class ManifestError(HotswarmError):
-    """A manifest is malformed, wrongly signed, or past a limit; the message names which. Whoever made it is to blame."""
+    """A manifest is malformed, wrongly signed, or past a limit; the message names which. Its maker is to blame."""
 
     exit_code = 13
 
 
 class CaptureError(LocalFailure):
     """The training state holds something that cannot be captured; the message names its path and type."""
+
+
+class HalfRestored(LocalFailure):
+    """A restore broke off among its last copies: the model holds a mixture of two states; do not train it."""
 
 
 class ControlError(LocalFailure):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotswarm.checkpoint_types import CheckpointConfig
 from hotswarm.config import NodeConfig, load_settings
 from hotswarm.errors import ConfigError, ControlError
 from hotswarm.snapshot.signing import Signer
@@ -100,6 +101,18 @@ def resolve(node: object, directory: Path | None = None, overrides: Mapping[str,
         f"node must be a NodeConfig, a SwarmNode, the path of a control socket or None, not {type(node).__name__}",
         "node",
     )
+
+
+def for_checkpointer(node: object, config: CheckpointConfig, label: str) -> Link:
+    """The link of a checkpointer: where it starts a daemon itself, that one keeps and lingers as `config` says."""
+    overrides = {
+        "max_hot_snapshots": config.max_hot_snapshots,
+        "max_cold_checkpoints": config.max_cold_checkpoints,
+        "max_bytes": config.max_bytes,
+        "linger_seconds": float(config.linger_seconds),
+        "name": label,
+    }
+    return resolve(node, Path(config.checkpoint_dir).absolute(), overrides)
 
 
 def _absolute(config: NodeConfig) -> NodeConfig:

@@ -54,7 +54,7 @@ class Loader:
     def newest(self, backend: Backend, kinds: Iterable[str] | None = None) -> dict[str, Any] | None:
         """The newest complete snapshot that verifies; a damaged one is quarantined and the next older one taken."""
         for info in reversed(backend.snapshots()):
-            if not info.complete or (kinds is not None and info.kind not in kinds):
+            if not info.restorable or (kinds is not None and info.kind not in kinds):
                 continue
             try:
                 with contextlib.closing(backend.open(info.snapshot_id)) as source:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 
 from blake3 import blake3
 
 from hotswarm.checkpoint_types import CheckpointMetadata, CheckpointType
+from hotswarm.errors import HotswarmError
 from hotswarm.snapshot.manifest import Manifest
 from hotswarm.store.base import SnapshotInfo
+
+log = logging.getLogger(__name__)
 
 PARAM_ROLES = ("param",)
 
@@ -49,18 +53,27 @@ class MetadataMaker:
         self._hashes: dict[str, str] = {}
 
     def make(self, info: SnapshotInfo) -> CheckpointMetadata:
-        """The metadata of `info`. Raises what opening the snapshot raises, the first time."""
-        if info.snapshot_id not in self._hashes:
-            while len(self._hashes) >= self.KEPT:
-                del self._hashes[next(iter(self._hashes))]
-            self._hashes[info.snapshot_id] = model_hash(self._manifest_of(info.snapshot_id))
+        """The metadata of `info`. Never raises: a snapshot that retention has taken meanwhile has an empty hash."""
         return metadata_of(
             info,
-            self._hashes[info.snapshot_id],
+            self._hash_of(info.snapshot_id),
             num_params=num_params(self._model),
             layers=layer_ids(self._model),
             label=self._node_id if info.own else "",
         )
+
+    def _hash_of(self, snapshot_id: str) -> str:
+        known = self._hashes.get(snapshot_id)
+        if known is None:
+            try:
+                known = model_hash(self._manifest_of(snapshot_id))
+            except HotswarmError as error:
+                log.debug("no hash for snapshot %s: %s", snapshot_id, error)
+                return ""
+            while len(self._hashes) >= self.KEPT:
+                del self._hashes[next(iter(self._hashes))]
+            self._hashes[snapshot_id] = known
+        return known
 
 
 def metadata_of(

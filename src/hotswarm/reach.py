@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +32,8 @@ from hotswarm.swarm.control import ControlClient
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+ATTACH_AGAIN_S = 2.0
+
 
 class Reach:
     """The way to the snapshots of one checkpointer."""
@@ -41,7 +44,7 @@ class Reach:
         self._label = label
         self._backend: Backend | None = None
         self._guard = threading.RLock()
-        self._attached_at_boundary = False
+        self._attach_at = 0.0
         self.complaint = ""
         """Why no daemon serves although one is wanted; empty when all is well."""
 
@@ -51,7 +54,7 @@ class Reach:
         """The backend to train with. A daemon that cannot be had is a `complaint`, and the local store serves."""
         with self._guard:
             self.complaint = ""
-            self._attached_at_boundary = False
+            self._attach_at = 0.0
             if isinstance(self._backend, LocalBackend):
                 self._close()  # the daemon needs the lock
             if isinstance(self._backend, DaemonBackend):
@@ -63,7 +66,7 @@ class Reach:
                     return self._backend
             except ConfigError:
                 raise
-            except HotswarmError as error:
+            except (HotswarmError, OSError) as error:
                 self.complaint = f"no daemon serves this trainer: {error}; its snapshots stay on this machine"
             self._backend = self._local()
             return self._backend
@@ -94,6 +97,21 @@ class Reach:
                 if client is not None:
                     self._backend = self._daemon(client)
             return self._backend
+
+    def fall_back(self) -> bool:
+        """No daemon answers any more: the local store takes over. False when there is one, or the store is not free."""
+        with self._guard:
+            backend = self._backend
+            if not isinstance(backend, DaemonBackend) or backend.attached or self._link.find() is not None:
+                return False
+            self._close()
+            self._backend = local = self._local()
+            try:
+                local.open_for_writing()
+            except HotswarmError as error:
+                log.warning("the local store cannot take over: %s", error)
+                return False
+            return True
 
     def _daemon(self, client: ControlClient) -> DaemonBackend:
         config = self._config
@@ -127,6 +145,12 @@ class Reach:
         with self._guard:
             self._close()
 
+    def idle(self) -> None:
+        """After a call outside of start and stop: nobody else is to be kept from the state directory."""
+        backend = self._backend
+        if isinstance(backend, LocalBackend):
+            backend.unlock()
+
     def tend(self) -> None:
         """See Backend."""
         backend = self._backend
@@ -135,12 +159,12 @@ class Reach:
 
     def first_boundary(self, capturer: Capturer) -> None:
         """Attach to the daemon at the first step boundary, when the optimizer has its state, so that the swarm can ask
-        where this trainer stands. What the daemon refuses is raised, once.
+        where this trainer stands. What the daemon refuses is raised, and tried again ATTACH_AGAIN_S later.
         """
-        if not self._attached_at_boundary:
-            self._attached_at_boundary = True
-            if isinstance(self._backend, DaemonBackend):
-                capturer.attach_arena(self._backend)
+        backend, now = self._backend, time.monotonic()
+        if isinstance(backend, DaemonBackend) and not backend.has_session and now >= self._attach_at:
+            self._attach_at = now + ATTACH_AGAIN_S
+            capturer.attach_arena(backend)
 
     # ------------------------------------------------------------ facts
 

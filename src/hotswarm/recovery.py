@@ -31,12 +31,20 @@ from hotswarm.capture.incoming import IncomingState, find_nan, incoming_from_sou
 from hotswarm.capture.restore import CLONE, RESUME, RestoreParts, Restorer, joining
 from hotswarm.capturing import Capturer
 from hotswarm.checkpoint_types import REJOIN, CheckpointConfig
-from hotswarm.errors import ConfigError, HotswarmError, IntegrityError, NoSnapshot, RecoveryError
+from hotswarm.errors import (
+    ConfigError,
+    HalfRestored,
+    HotswarmError,
+    Incompatible,
+    IntegrityError,
+    NoSnapshot,
+    RecoveryError,
+)
 from hotswarm.position import Position, join_position
 from hotswarm.snapshot.sections import arch_fingerprint
 from hotswarm.snapshot.tree import TensorSpec
 from hotswarm.store.base import SnapshotSource
-from hotswarm.swarm.model import RecoverOutcome, RecoverRequest, ReportData, TensorName
+from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest, ReportData, TensorName
 
 log = logging.getLogger(__name__)
 
@@ -147,17 +155,20 @@ class Recoverer:
         """
         scheduler = self.capturer.state.scheduler
         position = getattr(scheduler, "last_epoch", None)
-        if not isinstance(position, int) or abs(position - taken_at) > 1:
+        if not isinstance(position, int) or abs(position - taken_at) > 1 or start_at == taken_at:
             return
-        if start_at >= taken_at:
-            self.restorer.fast_forward(start_at - taken_at)
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch wants nobody to name an epoch; there is no other way back
-            try:
+        try:
+            if start_at > taken_at:
+                self.restorer.fast_forward(start_at - taken_at)
+                return
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch wants nobody to name an epoch; there is no other way back
                 scheduler.step(position + start_at - taken_at)
-            except (TypeError, NotImplementedError) as error:
-                log.warning("the LR scheduler stays %d steps ahead: %s", taken_at - start_at, error)
+        except Exception as error:  # noqa: BLE001 - a foreign object: plateau schedulers want a metric, others end
+            log.warning(
+                "the LR scheduler (%s) cannot be moved from step %d to %d, so it goes on from %s: %s",
+                type(scheduler).__name__, taken_at, start_at, getattr(scheduler, "last_epoch", position), error,
+            )  # fmt: skip
 
     def request(
         self, mode: str | None, *, peer: str | None = None, timeout_s: float | None = None, dry_run: bool = False
@@ -245,7 +256,7 @@ class Prepared:
                 self._add(str(outcome.private_from), ONLY_OWN_INNER if own_inner else ONLY_PRIVATE)
         incoming = self._add(outcome.snapshot_id, RESUME)
         counters = incoming.counters
-        self._opened[-1].parts = _parts(outcome, counters)
+        self._opened[-1].parts = self._available(incoming, _parts(outcome, counters))
         self.report.outer_step, self.report.inner_step = counters.outer_step, counters.inner_step
         self.report.training_step, self.report.snapshot_id = counters.training_step, outcome.snapshot_id
         if outcome.action in {"outer", "clone"} and "outer" in incoming.sections:
@@ -255,6 +266,17 @@ class Prepared:
                     f"the outer state of snapshot {outcome.snapshot_id} has a NaN in {poisoned}: nothing was restored; "
                     "look at the donors' losses, or go back with allow_rollback"
                 )
+
+    def _available(self, incoming: IncomingState, parts: RestoreParts) -> RestoreParts:
+        """Without moments where they did not come along: a fetch that was cut, kept by a store without a daemon."""
+        if parts.model != "outer" or parts.optimizer != "take":
+            return parts
+        try:
+            self._owner.restorer.check(incoming, parts)
+        except Incompatible:  # if it is for another reason, the check before restoring says so
+            self.report.inner_source = "fresh"
+            return dataclasses.replace(parts, optimizer="empty")
+        return parts
 
     def _add(self, snapshot_id: str, parts: RestoreParts) -> IncomingState:
         began = time.perf_counter()
@@ -289,10 +311,9 @@ class Prepared:
                 report.reason = f"the live state is newer than what was found ({report.reason})"
                 return report
             self._restore()
-            for _ in range(MAX_CHASES):
-                if report.action != "outer" or not self._take_place():
-                    break
             report.restored = True
+            if report.action == "outer":
+                self._join_the_round()
             return report
         finally:
             self.close()
@@ -322,10 +343,31 @@ class Prepared:
         counters = self._owner.capturer.counters()
         self.report.started_at = dataclasses.asdict(counters)
 
+    def _join_the_round(self) -> None:
+        """The state is in, so nothing but HalfRestored may be raised from here on: a place that cannot be found is the
+        round's beginning.
+        """
+        try:
+            for _ in range(MAX_CHASES):
+                if not self._take_place():
+                    return
+        except HalfRestored:
+            raise
+        except Exception:
+            log.exception("the state is restored, but not moved to the swarm's place in the round")
+            self.report.reason += "; its place in the live round could not be taken"
+
+    def _clock(self) -> LiveClock | None:
+        try:
+            return self._backend.clock()
+        except HotswarmError as error:
+            log.warning("nobody says where the swarm is in its round: %s; starting at its beginning", error)
+            return None
+
     def _take_place(self) -> bool:
         """Start where the swarm is now; True when it has finished this round, and its newer state is in by now."""
         asked_at = time.monotonic()
-        clock = self._backend.clock()
+        clock = self._clock()
         report = self.report
         if clock is not None and clock.outer_step > report.outer_step and self._fetch_what_changed():
             return True
@@ -351,6 +393,8 @@ class Prepared:
             if self.report.action != "outer" or self.report.outer_step <= before:
                 return False
             self._restore()
+        except HalfRestored:
+            raise
         except HotswarmError as error:
             log.warning("the swarm has finished round %d, and its state could not be had: %s", before, error)
             return False

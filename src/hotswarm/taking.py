@@ -71,6 +71,8 @@ class Taker:
         if handle.is_copied and not handle.done and (wait or not self.active):
             with contextlib.suppress(HotswarmError):  # it is in the handle
                 handle.result(FORCE_WAIT_S)
+        if not self.active:
+            self.reach.idle()
         return handle
 
     def force(self) -> CheckpointMetadata | None:
@@ -80,24 +82,39 @@ class Taker:
             self.capturer.at_boundary(lambda: self.copy_into(handle, wait_s=SLOT_WAIT_S))
             return handle.result(FORCE_WAIT_S)
         except HotswarmError as error:
+            if self.active and self.capturer.in_outer_step():
+                self.soon()  # a callback of the engine asked: it is taken at the next boundary
             self._give_up(handle, error)
             return None
+        finally:
+            if not self.active:
+                self.reach.idle()
 
     def urgent(self) -> None:
-        """The process may end now, in the middle of a step: a snapshot if the state is whole, else at the next
-        boundary. Never raises.
+        """The process may end now, in the middle of a step: a snapshot if the state stands still, else at the next
+        boundary. It is marked as not exact. Never raises.
         """
         try:
-            if self.capturer.in_optimizer_step or self.capturer.in_outer_step():
+            held = self.capturer.stands_still()
+            if held is None:
                 self.cadence.outer_step(time.monotonic())
                 return
-            handle = self.handle(CheckpointType.HOT)
-            self.copy_into(handle, exact=False, wait_s=URGENT_WAIT_S)
+            with held:
+                handle = self.handle(CheckpointType.HOT)
+                self.copy_into(handle, exact=False, wait_s=URGENT_WAIT_S)
             if self.reach.is_local:
                 handle.result(FORCE_WAIT_S)
         except Exception as error:  # a signal handler must not raise into whatever was running
             log.exception("no last snapshot on SIGTERM")
             self.failed(error if isinstance(error, HotswarmError) else LocalFailure(str(error)))
+
+    def hand_over(self) -> None:
+        """The process ends now: what was copied reaches the disk, or the daemon has it. Never raises."""
+        try:
+            if self.reach.is_local:
+                self.settle()
+        except Exception:
+            log.exception("what was copied last is not on disk")
 
     def copy_into(self, handle: SnapshotHandle, *, exact: bool = True, wait_s: float = 0.0) -> None:
         """Copy the state, which is whole, and hand it over."""
@@ -150,6 +167,10 @@ class Taker:
             self.skipped += 1
             self.cadence.failed(time.monotonic())
             log.debug("a snapshot was left out: %s", error)
+
+    def soon(self) -> None:
+        """Make a snapshot due at the next boundary."""
+        self.cadence.outer_step(time.monotonic())
 
     def outer_step_ended(self) -> None:
         """A round is over; the next boundary takes a snapshot."""

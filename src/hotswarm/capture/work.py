@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hotswarm.capture.incoming import Incoming, fill_all, is_promise
 from hotswarm.capture.tensors import matches, new_tensor
-from hotswarm.errors import Incompatible, LocalFailure
+from hotswarm.errors import HalfRestored, Incompatible
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Work:
         try:
             fill_all(self.reads)
         except Exception as error:
-            raise LocalFailure(
+            raise HalfRestored(
                 "the snapshot could not be read to its end while it was copied into the model, which holds a mixture "
                 f"now: do not train on; restore again, or restart ({error})"
             ) from error

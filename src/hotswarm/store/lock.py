@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from hotswarm.store.fileops import close_fd, make_private_dir, track_fd
 
 LOCK_NAME = "daemon.lock"
 MAX_LOCK_BYTES = 65536
+_HOLDER = secrets.token_hex(8)  # this process among all that have had its pid, in whatever container
 
 
 @dataclass
@@ -75,7 +77,9 @@ class StateDirLock:
         return self._mine > 0
 
     def acquire(self) -> bool:
-        """Take the lock; True when this process did not hold it before. LockedError names the holder."""
+        """Take the lock; True when another process may have held it since this one did last. LockedError names the
+        holder.
+        """
         make_private_dir(self.root)
         key = self.root.resolve()
         with _guard:
@@ -84,10 +88,13 @@ class StateDirLock:
                 held.count += 1
                 self._mine += 1
                 return False
-            _held[key] = _Held(self._open(key / LOCK_NAME), os.getpid())
+            fd = self._open(key / LOCK_NAME)
+            last = _parse(os.pread(fd, MAX_LOCK_BYTES, 0))
+            _held[key] = _Held(fd, os.getpid())
             self._mine += 1
-            self._write(key, {"pid": os.getpid()})
-            return True
+            mine = {"pid": os.getpid(), "holder": _HOLDER}
+            self._write(key, mine)
+            return {name: last.get(name) for name in mine} != mine
 
     def _open(self, path: Path) -> int:
         try:
