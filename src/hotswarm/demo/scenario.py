@@ -40,7 +40,6 @@ LABELS = ("a", "b", "c")
 CALIBRATION_STEPS = 30  # the snapshot comes ten steps before
 REPLAY_STEPS = 12  # a kill comes that many steps after a snapshot; ten must be seen to replay
 FETCH_S = 4.0  # how long the capped donors need together for what a joiner fetches
-FETCHED_SHARE = 0.8  # of a snapshot's bytes: outer parameters and momentum, both moments; not the live parameters
 SLOWEST_FETCH_S = 2 * FETCH_S  # all of it from one donor
 RESTARTS_PER_ROUND = 3.3  # the round is at least three restarts long; a tenth more against noise
 JOIN_SLACK_S = 2.0
@@ -84,8 +83,10 @@ class Settings:
 
     @property
     def upload_bytes_per_s(self) -> int:
-        """Each donor's upload cap."""
-        return max(64 * 1024, round(self.snapshot_bytes * FETCHED_SHARE / FETCH_S / (len(LABELS) - 1)))
+        """Each donor's upload cap. A joiner fetches outer parameters and momentum and both moments, which is as much as a
+        snapshot of the calibration holds: live and outer parameters and both moments.
+        """
+        return max(64 * 1024, round(self.snapshot_bytes / FETCH_S / (len(LABELS) - 1)))
 
     def to_json(self) -> dict[str, float]:
         """All numbers by name, for the report."""
