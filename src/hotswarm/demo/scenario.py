@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def upload_bytes_per_s(self) -> int:
-        """Each donor's upload cap. A joiner fetches outer parameters and momentum and both moments, which is as much as a
+        """Each donor's upload cap. A joiner fetches outer parameters, momentum and both moments, which is as much as a
         snapshot of the calibration holds: live and outer parameters and both moments.
         """
         return max(64 * 1024, round(self.snapshot_bytes / FETCH_S / (len(LABELS) - 1)))
