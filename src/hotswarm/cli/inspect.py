@@ -25,7 +25,7 @@ from hotswarm.errors import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from hotswarm.store.base import SnapshotInfo
+    from hotswarm.store.base import SnapshotInfo, SnapshotSource
 
 MIN_PREFIX = 4
 Json = dict[str, Any]
@@ -180,7 +180,7 @@ def verify(
     """Check every digest of one snapshot, or of all."""
     found = stored_snapshots(settings)
     if snapshot_id is not None:
-        found = [_one(found, snapshot_id)]
+        found = [one_snapshot(found, snapshot_id)]
     if not found:
         raise NoSnapshot(f"{settings.config.state_dir} holds no snapshot of run {settings.config.run!r}")
     results = [_verified(settings, info) for info in found]
@@ -194,7 +194,8 @@ def verify(
         raise IntegrityError(f"{len(damaged)} of {len(results)} snapshots are damaged; recovery skips them")
 
 
-def _one(found: list[SnapshotInfo], wanted: str) -> SnapshotInfo:
+def one_snapshot(found: list[SnapshotInfo], wanted: str) -> SnapshotInfo:
+    """The snapshot with this id, or whose id begins so. NoSnapshot for none or several."""
     matching = [info for info in found if info.snapshot_id.startswith(wanted)] if len(wanted) >= MIN_PREFIX else []
     if len(matching) != 1:
         what = f"{len(matching)} snapshots begin with" if matching else "no snapshot is called"
@@ -202,14 +203,20 @@ def _one(found: list[SnapshotInfo], wanted: str) -> SnapshotInfo:
     return matching[0]
 
 
-def _verified(settings: Settings, info: SnapshotInfo) -> Json:
+def open_snapshot(settings: Settings, info: SnapshotInfo) -> SnapshotSource:
+    """Open it through the daemon, or, where none runs, from the state directory. StoreError, IntegrityError."""
+    client = daemon.find(settings)
+    if client is not None:
+        return client.open_snapshot(info.snapshot_id)
     from hotswarm.store.files import FileStore
 
+    return FileStore(settings.config.state_dir, settings.config.run).open(info.snapshot_id)
+
+
+def _verified(settings: Settings, info: SnapshotInfo) -> Json:
     error, client = None, daemon.find(settings)
-    store = FileStore(settings.config.state_dir, settings.config.run)
     try:
-        source = store.open(info.snapshot_id) if client is None else client.open_snapshot(info.snapshot_id)
-        with contextlib.closing(source):
+        with contextlib.closing(open_snapshot(settings, info)) as source:
             source.verify()
     except (IntegrityError, ManifestError) as failure:
         error = str(failure)

@@ -31,6 +31,7 @@ def build_app() -> typer.Typer:
     from hotswarm.cli import inspect, setup
     from hotswarm.cli.demo import demo
     from hotswarm.cli.doctor import doctor
+    from hotswarm.cli.export import export
     from hotswarm.cli.recover import recover
 
     app = typer.Typer(
@@ -49,6 +50,7 @@ def build_app() -> typer.Typer:
         inspect.snapshots,
         recover,
         inspect.verify,
+        export,
         setup.keygen,
         doctor,
         inspect.healthcheck,

@@ -78,7 +78,7 @@ def start_daemon(
 
 @contextmanager
 def _local_failures(state_dir: Path) -> Iterator[None]:
-    """A full process table, no descriptor left, a folder that cannot be written: this machine's fault, not the run's."""
+    """A full process table, no descriptor left, a folder that cannot be written: this machine's fault."""
     try:
         yield
     except OSError as error:
