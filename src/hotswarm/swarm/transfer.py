@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 MANIFEST_TIMEOUT_S = 15.0
 DISK_MARGIN = 64 << 20  # bytes that stay free
 PREFILL_SNAPSHOTS = 3  # newest local ones that are searched for chunks
+MAX_OUTER_SHARE = 16  # bytes of an outer section per byte of the model; float32 copy and momentum of bfloat16 take 4
+OUTER_SLACK_BYTES = 1 << 20
 INNER_ROUNDS = 2  # how often the list of inner donors is gone through
 INNER_PAUSE_S = 1.0
 
@@ -375,19 +377,41 @@ class Transfer:
 
 
 def refuse_other_model(request: RecoverRequest, manifest: Manifest, node: str) -> None:
-    """Incompatible, before a tensor byte moves, when a snapshot is of another model than the one that asks."""
-    if not request.arch or not manifest.arch or request.arch == manifest.arch:
-        return
+    """Incompatible, before a tensor byte moves, when a snapshot is of another model than the one that asks.
+
+    Parsing has made sure that the fingerprint is that of the inner section; the outer one is compared here.
+    """
     difference = None
+    if request.arch and manifest.arch and request.arch != manifest.arch:
+        difference = "the fingerprints differ"
     if request.names is not None:
         mine = [Leaf(("model", n.name), TensorSpec(n.dtype, n.shape), n.role) for n in request.names]
-        section = manifest.sections.get("inner") or manifest.sections.get("outer")
-        theirs = [leaf for leaf in section.leaves if leaf.role in ARCH_ROLES] if section else []
-        difference = first_difference(mine, theirs)
-    raise Incompatible(
-        f"the snapshot of node {node} is of another model: {difference or 'the fingerprints differ'}; "
-        "nothing was fetched"
-    )
+        if difference is not None:
+            section = manifest.sections.get("inner") or manifest.sections.get("outer")
+            theirs = [leaf for leaf in section.leaves if leaf.role in ARCH_ROLES] if section else []
+            difference = first_difference(mine, theirs) or difference
+        difference = difference or _outer_difference(mine, manifest)
+    if difference is not None:
+        raise Incompatible(f"the snapshot of node {node} is of another model: {difference}; nothing was fetched")
+
+
+def _outer_difference(mine: Sequence[Leaf], manifest: Manifest) -> str | None:
+    """Where the outer copy or its momentum cannot be one of this model. Dtypes may differ: an outer copy may be wider
+    than the live parameters; and a name that this model lacks may be one of the trainer's own, within bounds.
+    """
+    outer = manifest.sections.get("outer")
+    if outer is None:
+        return None
+    live = {leaf.path[1]: leaf.what for leaf in mine if type(leaf.what) is TensorSpec}
+    for leaf in outer.leaves:
+        if type(leaf.what) is TensorSpec and len(leaf.path) == 2:
+            here = live.get(leaf.path[1])
+            if here is not None and here.shape != leaf.what.shape:
+                return f"{leaf.path[1]}: {here} here, {leaf.what} in {leaf.path[0]} of the outer section there"
+    most = MAX_OUTER_SHARE * sum(spec.nbytes for spec in live.values()) + OUTER_SLACK_BYTES
+    if outer.raw_bytes > most:
+        return f"its outer section has {outer.raw_bytes} bytes, and this model's can have {most} at most"
+    return None
 
 
 def moments_of(entry: SectionEntry) -> list[int]:
