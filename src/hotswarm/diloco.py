@@ -15,7 +15,7 @@ with k workers it is the average of their parameters.
 
 Rounds, and what an exception leaves behind. `stats.inner_step_count` counts 0 … H, `phase` says where:
 
-    IDLE ──first inner_step──▶ INNER ──H-th inner_step──▶ OUTER ──average, update──▶ INNER (count 0)
+    IDLE ──first inner_step──▶ INNER ──H-th inner_step──▶ OUTER ──average, update, callback, refresh──▶ INNER (count 0)
 
 `_lock` is held from the beginning of `inner_step` to its end, outer step included: whoever takes it sees a step
 boundary. When `average` raises, the H-th inner step stays done, nothing of the outer step has happened, `phase` stays
@@ -286,7 +286,7 @@ class DiLoCoTrainer:
 
     def set_outer_step_callback(self, callback: Callable[[], object] | None) -> None:
         """One slot. Called, lock held, after the outer update reached the model and the counters, but *before*
-        `initial_weights` is refreshed from it: whoever snapshots must wait for the refresh.
+        `initial_weights` is refreshed from it, which is why `phase` is OUTER still: whoever snapshots waits for that.
         """
         self._on_outer_step = callback
 
@@ -336,12 +336,12 @@ class DiLoCoTrainer:
                 self.outer_optimizer.step({name: param.data for name, param in parameters.items()}, averaged)
             self.stats.outer_step_count += 1
             self.stats.inner_step_count = 0
-            self.phase = DiLoCoPhase.INNER
             try:
                 if self._on_outer_step is not None:
                     self._on_outer_step()
             finally:
                 self._refresh_initial_weights()
+                self.phase = DiLoCoPhase.INNER  # only now do the outer copy, the counters and the model fit together
 
     def _parameters(self) -> Tensors:
         return {name: param for name, param in self.model.named_parameters() if param.requires_grad}

@@ -107,6 +107,31 @@ def test_nothing_is_heard_during_an_outer_step_and_after_detach():
     assert type(loop.loader) is DataLoader
 
 
+def test_an_explicit_step_during_an_outer_step_leaves_the_boundary_to_the_next_event():
+    inside = [False]
+    loop = Loop(in_outer_step=lambda: inside[0])
+    loop.run(1)
+    inside[0] = True
+    loop.boundary.explicit()
+    assert loop.seen == []
+    inside[0] = False
+    loop.run(1)  # its forward
+    assert loop.seen == [(1, 1, True)]
+    loop.boundary.explicit()
+    assert len(loop.seen) == 2
+
+
+def test_an_engine_that_cannot_be_asked_costs_snapshots_and_nothing_else(caplog):
+    def broken():
+        raise AttributeError("phase")
+
+    loop = Loop(loader=True, in_outer_step=broken)
+    loop.run(4)
+    loop.boundary.explicit()
+    assert loop.seen == []
+    assert len([record for record in caplog.records if "no snapshots until it does" in record.message]) == 1
+
+
 def test_another_optimizers_steps_are_not_counted():
     loop = Loop(loader=True)
     other = nn.Parameter(torch.ones(2))

@@ -10,11 +10,12 @@ boundary of that step:
     the hook itself, one step later   with none of these; then the capture is marked as not exact
 
 Between two steps of one optimizer there is one boundary, however many micro-batches, further optimizers or evaluation
-passes lie there. During an outer step there is none.
+passes lie there. During an outer step there is none: what is heard then makes the next event a boundary.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ import torch
 from torch import nn
 
 from hotswarm.capture.position import Position
+
+log = logging.getLogger(__name__)
 
 _RATE_MEMORY = 0.1  # weight of the newest step in the moving average of the step time
 
@@ -47,7 +50,8 @@ class Boundary:
         self._optimizers = list(optimizers)
         self._position = position
         self._on_boundary = on_boundary
-        self._in_outer_step = in_outer_step
+        self._ask_engine = in_outer_step
+        self._complained = False
         self._on_step = on_step
         self._handles: list[Any] = []
         self._stepped: set[int] = set()
@@ -90,9 +94,23 @@ class Boundary:
     # ------------------------------------------------------------ signals
 
     def explicit(self) -> None:
-        """The trainer is at a boundary, whether or not an optimizer step was seen."""
+        """The trainer is at a boundary, whether or not an optimizer step was seen. In an outer step (it was called from
+        the engine's callback) it is mistaken: the next event is the boundary.
+        """
+        if self._in_outer_step():
+            self._stepped.add(0)
+            return
         self._explicit = True
         self._boundary(exact=True)
+
+    def _in_outer_step(self) -> bool:
+        try:
+            return self._ask_engine()
+        except Exception:
+            if not self._complained:  # once: this is asked several times in each step
+                self._complained = True
+                log.exception("the engine does not tell whether it is inside an outer step: no snapshots until it does")
+            return True
 
     def _hook(self, number: int) -> Callable[..., None]:
         def stepped(*_: object) -> None:

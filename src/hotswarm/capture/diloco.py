@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hotswarm.capture.naming import clean, named_tensors
 from hotswarm.capture.outer import Tree, outer_state_of
+from hotswarm.capture.window import OuterWindow, TrainerLock
 from hotswarm.errors import CaptureError, Incompatible
 
 
@@ -115,6 +118,12 @@ class SeedAdapter:
         self._trainer = trainer
         self._model = getattr(trainer, "model", None) if model is None else model
         self._outer = outer_state_of(trainer.outer_optimizer, self._name_of)
+        self._window = OuterWindow(trainer)
+        self._known_lock: TrainerLock | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self._chained: Callable[..., None] | None = None
+        self._slot: str | None = None  # the trainer's attribute that holds the callback
+        self._chaining = threading.Lock()
 
     # ------------------------------------------------------------ the engine
 
@@ -131,7 +140,15 @@ class SeedAdapter:
 
     def lock(self) -> AbstractContextManager[object]:
         """The trainer's RLock, where it has one."""
-        return getattr(self._trainer, "_lock", None) or contextlib.nullcontext()
+        return self._trainer_lock() or getattr(self._trainer, "_lock", None) or contextlib.nullcontext()
+
+    def _trainer_lock(self) -> TrainerLock | None:
+        raw = getattr(self._trainer, "_lock", None)
+        if not hasattr(raw, "acquire"):
+            return None
+        if self._known_lock is None or self._known_lock.raw is not raw:
+            self._known_lock = TrainerLock(raw)
+        return self._known_lock
 
     def counters(self) -> Counters:
         """From `stats`."""
@@ -150,12 +167,47 @@ class SeedAdapter:
             self._trainer.phase = inner
 
     def in_outer_step(self) -> bool:
-        """By the phase: anything but idle and the inner loop."""
+        """By the phase: anything but idle and the inner loop. And from the trainer's callback until `initial_weights`
+        is refreshed, whatever the phase says then.
+        """
+        self._stay_chained()
         phase = str(self._trainer.phase.value)
-        return phase != "idle" and not phase.startswith("inner")
+        if phase != "idle" and not phase.startswith("inner"):
+            return True
+        lock = self._trainer_lock()
+        return self._window.is_open(lock) or (self._chained is None and self._looks_torn(lock))
+
+    def _looks_torn(self, lock: TrainerLock | None) -> bool:
+        """Whether this may be a callback that we are not chained into: inside the trainer's lock, at the end of a
+        round, with an outer copy that is not the model's.
+        """
+        if lock is None or not lock.inside_step() or not hasattr(self._trainer, "set_outer_step_callback"):
+            return False
+        here, length = self.counters(), self.round_length
+        if not here.outer_step or (here.inner_step and not 0 < length <= here.inner_step):
+            return False
+        live = {clean(name): param for name, param in self._named_parameters()}
+        pairs = ((live.get(clean(name)), outer) for name, outer in self._trainer.initial_weights.items())
+        return any(param is not None and not torch.equal(param.to(outer.device), outer) for param, outer in pairs)
 
     def on_outer_step(self, callback: Callable[[], None]) -> None:
-        """Chained into the trainer's one callback slot; whoever had it before is called first."""
+        """Chained into the trainer's one callback slot; whoever had it before is called first. Whoever takes the slot
+        later is chained in again.
+        """
+        self._listeners.append(callback)
+        if self._chained is None:
+            self._chain()
+
+    def _stay_chained(self) -> None:
+        if self._slot is None or getattr(self._trainer, self._slot, None) is self._chained:
+            return
+        if self._chaining.acquire(blocking=False):  # else another thread is at it
+            try:
+                self._chain()
+            finally:
+                self._chaining.release()
+
+    def _chain(self) -> None:
         trainer = self._trainer
         setter = getattr(trainer, "set_outer_step_callback", None)
         if setter is None:
@@ -163,28 +215,32 @@ class SeedAdapter:
         before: Callable[..., object] | None = None
 
         def chained(*args: object, **kwargs: object) -> None:
-            try:
-                if before is not None:
-                    before(*args, **kwargs)
-            finally:
-                callback()
+            with self._window.callback(self._trainer_lock()):
+                try:
+                    if before is not None:
+                        before(*args, **kwargs)
+                finally:
+                    for listener in self._listeners:
+                        listener()
 
         attributes = dict(vars(trainer)) if hasattr(trainer, "__dict__") else {}
         setter(chained)
+        self._chained = chained
         # Whatever the slot is called, it is the attribute that is the new callback now.
-        slot = next((name for name in attributes if getattr(trainer, name, None) is chained), None)
-        if slot is not None and callable(attributes[slot]):
-            before = attributes[slot]
+        self._slot = next((name for name in attributes if getattr(trainer, name, None) is chained), None)
+        if self._slot is not None and callable(attributes[self._slot]):
+            before = attributes[self._slot]
 
     # ------------------------------------------------------------ the outer copy
 
     def _raw_names(self) -> dict[str, str]:
         """Clean name → the name that the trainer itself uses."""
-        raw = [*self._trainer.initial_weights]
-        listing = getattr(self._model, "named_parameters", None)
-        if listing is not None:
-            raw += [name for name, _ in listing()]
+        raw = [*self._trainer.initial_weights, *(name for name, _ in self._named_parameters())]
         return {clean(name): name for name in reversed(raw)}
+
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        listing = getattr(self._model, "named_parameters", None)
+        return () if listing is None else listing()
 
     def _name_of(self) -> dict[int, str]:
         """id(tensor) → clean name, for outer optimizers that know their tensors by identity."""
