@@ -1,13 +1,18 @@
 """The data position: the next batches are those that the uninterrupted run would have got."""
 
+# ruff: noqa: NPY002  # numpy's global generator is what is captured
+
 from __future__ import annotations
 
 import copy
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
+from capture_kit import restore, snap
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +26,7 @@ from torch.utils.data import (
 
 from hotswarm.capture.position import Position
 from hotswarm.capture.rng import apply_rng, capture_rng
+from hotswarm.capture.state import TrainingState
 from hotswarm.errors import Incompatible
 
 
@@ -315,3 +321,55 @@ def test_a_copy_of_the_loader_is_not_mistaken_for_it():
     assert len(list(copy.deepcopy(loader))) == 6
     assert position.capture()["consumed"] == 1
     assert len(list(iterator)) == 5
+
+
+@pytest.mark.parametrize("name", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_numpys_generator_whichever_it_is_goes_on_where_it_stood(name: str) -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(getattr(np.random, name)(5))
+    try:
+        np.random.standard_normal(3)  # leaves half a pair behind
+        state = snap(TrainingState(nn.Linear(1, 1)))
+        expected = np.random.standard_normal(5).tolist(), np.random.randint(0, 1 << 31, 5).tolist()
+        np.random.seed(99) if name == "MT19937" else np.random.standard_normal(7)
+        restore(TrainingState(nn.Linear(1, 1)), state)
+        assert (np.random.standard_normal(5).tolist(), np.random.randint(0, 1 << 31, 5).tolist()) == expected
+        np.random.set_bit_generator(np.random.MT19937(1) if name != "MT19937" else np.random.PCG64(1))
+        other = np.random.get_state(legacy=False)
+        restore(TrainingState(nn.Linear(1, 1)), state)  # another generator: left alone
+        assert str(np.random.get_state(legacy=False)) == str(other)
+    finally:
+        np.random.set_bit_generator(before)
+
+
+class Unreadable(torch.Generator):
+    """Draws, but does not tell its state while `broken`."""
+
+    broken = True
+
+    def get_state(self):
+        if self.broken:
+            raise RuntimeError("no state")
+        return super().get_state()
+
+
+@pytest.mark.parametrize("broken_from", [0, 1])  # at iter(), and only at the first next()
+def test_a_position_that_cannot_be_noted_is_unknown_for_this_epoch_and_the_loop_goes_on(broken_from, caplog):
+    generator = Unreadable()
+    loader = shuffled(generator=generator)
+    position = Position(loader)
+    position.attach()
+    generator.broken = broken_from == 0
+    stream = iter(loader)
+    generator.broken = True
+    assert len([int(index) for batch in stream for index in batch]) == 12
+    assert position.capture() == {"kind": "unknown", "epoch": 1}
+    assert len([record for record in caplog.records if "not known any more" in record.message]) == 1
+    lost = snap(TrainingState(nn.Linear(1, 1), position=position))
+    other = Position(shuffled())
+    other.attach()
+    restore(TrainingState(nn.Linear(1, 1), position=other), lost)
+    assert "this epoch begins anew" in caplog.text
+    generator.broken = False
+    next(iter(loader))
+    assert position.capture()["kind"] == "replay"

@@ -15,6 +15,7 @@ brings the workers' random states to the right place. What workers drew that liv
 (`persistent_workers`, second epoch on) cannot be repeated; the order of the samples is exact there, too.
 
 Nothing is patched before `attach()`; then the loader's class becomes a subclass of itself with another `__iter__`.
+Whatever goes wrong in our part of it is logged, and the position is unknown until the next epoch; the loop goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ class Position:
         self._kept_workers = False
         self._pending: Tree | None = None
         self._pending_rng: Tree | None = None
+        self._lost = False  # the position in this epoch is not known
         self.on_next: Callable[[], None] | None = None
         """Called at the entry of each `__next__`, before the batch is fetched: a step boundary."""
 
@@ -123,6 +126,8 @@ class Position:
             return {"kind": "own", "state": self._loader.state_dict()}
         if self._pending is not None:
             return self._pending
+        if self._lost:
+            return {"kind": "unknown", "epoch": self._epoch}
         current = self._current()
         sampler_epoch = getattr(getattr(self._loader, "sampler", None), "epoch", None)
         return {
@@ -147,6 +152,8 @@ class Position:
 
     def check(self, tree: Tree) -> None:
         """Incompatible unless `restore` can take it."""
+        if tree.get("kind") == "unknown":
+            return
         if tree.get("kind") == "own":
             if not self._is_stateful():
                 raise Incompatible(
@@ -173,6 +180,9 @@ class Position:
             return
         self._current = lambda: None
         self._epoch = tree["epoch"]
+        if tree["kind"] == "unknown":
+            log.warning("the data position was not known when the snapshot was taken: this epoch begins anew")
+            return
         self._set_generators(tree["generators"])
         self._set_sampler_epoch(tree)
         self._pending, self._pending_rng = tree, rng
@@ -189,13 +199,25 @@ class Position:
         if self._is_stateful():
             return self._follow(make(), 0)
         pending, self._pending = self._pending, None
+        self._lost = False
         if pending is None:
-            self._kept_workers = self._has_workers()
-            self._begin, self._first = self._record(), None
-            self._epoch += 1
+            with self._noting():
+                self._kept_workers = self._has_workers()
+                self._epoch += 1
+                self._begin, self._first = self._record(), None
             return self._follow(make(), 0)
         rng, self._pending_rng = self._pending_rng, None
         return self._resume(pending, capture_rng() if rng is None else rng, make)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Around what is only for us, in the middle of the user's loop."""
+        try:
+            yield
+        except Exception:
+            if not self._lost:
+                log.exception("the data position is not known any more in this epoch; training goes on")
+            self._lost = True
 
     def follows(self, loader: object) -> bool:
         """Whether this is the loader that is followed."""
@@ -215,8 +237,9 @@ class Position:
             self._begin, self._first, self._kept_workers = self._record(), None, tree["kept_workers"]
             self._epoch += 1
             return self._follow(self._made(tree["kept_workers"], make), 0)
-        self._set_generators(tree["generators"])
-        apply_rng(rng)
+        with self._noting():
+            self._set_generators(tree["generators"])
+            apply_rng(rng)
         return self._follow(inner, tree["consumed"])
 
     def _replayed(self, tree: Tree, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -236,8 +259,9 @@ class Position:
         return inner
 
     def _put(self, record: Tree) -> None:
-        self._set_generators(record["generators"])
-        apply_rng(record["rng"])
+        with self._noting():
+            self._set_generators(record["generators"])
+            apply_rng(record["rng"])
 
     def _made(self, kept_workers: bool, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         if not kept_workers:
@@ -259,9 +283,10 @@ class Position:
         if self._current() is not followed:
             return
         if self.on_next is not None:
-            self.on_next()
+            self.on_next()  # which does not raise
         if followed.consumed == 0 and self._first is None and not self._is_stateful():
-            self._first = self._record()
+            with self._noting():
+                self._first = self._record()
 
     def ended(self, followed: _Followed) -> None:
         """This iterator has no more batches."""

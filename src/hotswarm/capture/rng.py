@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import struct
 import sys
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from hotswarm.errors import Incompatible
+
+log = logging.getLogger(__name__)
 
 Tree = dict[str, Any]
 _WORDS = struct.Struct("<625I")  # Python's Mersenne twister: 624 words and the position
@@ -35,14 +38,7 @@ def capture_rng() -> Tree:
         state["cuda"] = list(torch.cuda.get_rng_state_all())
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        if name == "MT19937":
-            state["numpy"] = {
-                "keys": _bytes_tensor(keys.astype("<u4").tobytes()),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "cached": float(cached),
-            }
+        state["numpy"] = _numpy_tree(numpy.random.get_state(legacy=False))
     return state
 
 
@@ -67,6 +63,27 @@ def apply_rng(state: Tree) -> None:
             torch.cuda.set_rng_state(one, device)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        saved = state["numpy"]
-        keys = numpy.frombuffer(_to_bytes(saved["keys"]), dtype="<u4").astype(numpy.uint32)
-        numpy.random.set_state(("MT19937", keys, saved["position"], saved["has_gauss"], saved["cached"]))
+        here, saved = numpy.random.get_state(legacy=False)["bit_generator"], state["numpy"]["bit_generator"]
+        if here == saved:
+            numpy.random.set_state(_numpy_state(state["numpy"], numpy))
+        else:
+            log.warning("numpy's generator is %s here and %s in the snapshot: its state stays as it is", here, saved)
+
+
+def _numpy_tree(node: Any) -> Any:
+    """numpy's own dict of its generator's state, whichever generator that is; arrays as their bytes."""
+    if isinstance(node, dict):
+        return {key: _numpy_tree(value) for key, value in node.items()}
+    if hasattr(node, "tobytes"):  # arrays, and numpy's integers
+        little = node.astype(node.dtype.newbyteorder("<"))
+        return {"dtype": little.dtype.str, "shape": list(little.shape), "bytes": _bytes_tensor(little.tobytes())}
+    return node
+
+
+def _numpy_state(tree: Any, numpy: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    if set(tree) == {"dtype", "shape", "bytes"}:
+        array = numpy.frombuffer(_to_bytes(tree["bytes"]), dtype=tree["dtype"]).reshape(tree["shape"])
+        return array.astype(array.dtype.newbyteorder("="))
+    return {key: _numpy_state(value, numpy) for key, value in tree.items()}
