@@ -12,7 +12,7 @@ from hotswarm.ids import NodeId
 from hotswarm.snapshot import limits
 from hotswarm.snapshot.chunks import layout
 from hotswarm.snapshot.manifest import Manifest, SectionEntry, SignedManifest, encode_body, parse_body
-from hotswarm.snapshot.sections import SectionDraft, chunk_digest
+from hotswarm.snapshot.sections import SectionDraft, arch_fingerprint, chunk_digest
 from hotswarm.snapshot.tree import Container, Leaf, TensorSpec
 from support.snapshots import KeySigner, draft, state
 
@@ -155,12 +155,29 @@ def test_the_number_of_leaves(monkeypatch):
     leaves = [Leaf((), Container("list"))] + [Leaf((i,), None) for i in range(20)]
     body = encode_body(with_leaves(leaves))
     for limit, good in ((20, False), (21, True), (22, True)):
-        monkeypatch.setattr("hotswarm.snapshot.manifest.MAX_LEAVES", limit)
+        monkeypatch.setattr("hotswarm.snapshot.prescan.MAX_LEAVES", limit)
         if good:
             parse_body(body)
         else:
             with pytest.raises(ManifestError, match="leaves"):
                 parse_body(body)
+
+
+def test_the_number_of_sections():
+    message = pb.Manifest.FromString(encode_body(manifest()))
+    assert len(message.sections) == limits.MAX_SECTIONS
+    parse_body(message.SerializeToString())
+    message.sections.add(name="inner")
+    with pytest.raises(ManifestError, match="more than 3 sections"):
+        parse_body(message.SerializeToString())
+
+
+def test_an_arch_fingerprint_that_is_not_that_of_the_parameters_is_a_lie():
+    honest = arch_fingerprint(manifest().sections["inner"].leaves)
+    check(manifest(arch=honest), good=True)
+    check(manifest(arch=honest[::-1]), good=False, said="arch fingerprint is not that of")
+    outer_only = {"outer": manifest().sections["outer"]}
+    check(manifest(arch=honest[::-1], sections=outer_only), good=True)  # nothing here to hold it against
 
 
 def test_the_size_of_a_manifest_to_the_byte():

@@ -10,10 +10,11 @@ import pytest
 
 from hotswarm.errors import IntegrityError, StoreError
 from hotswarm.snapshot.manifest import SignedManifest
-from hotswarm.store.files import PARTIAL_KEEP_S
+from hotswarm.store.files import PARTIAL_KEEP_S, FileStore
 from hotswarm.store.partial import PartialSection
+from hotswarm.store.retention import Retention
 from support.faults import CountedOps, HalfWrites
-from support.snapshots import draft, raw, read_back, state
+from support.snapshots import FakeClock, draft, raw, read_back, state
 from support.stores import SIGNER, check_holds, in_child, leftovers, place_of, small_store, write
 
 SIZE = 700_000  # three chunks of parameters, three of moments
@@ -187,7 +188,8 @@ def test_a_snapshot_fetched_in_part_says_what_it_lacks_and_can_be_completed(tmp_
         info = store.add_fetched(signed, partials)
         assert info.complete_sections == {"outer"}
         assert not info.complete
-        assert store.newest() is None
+        assert store.newest() == info  # the outer section is all that a joiner needs
+        assert store.newest(own=True) is None
         with store.open(info.snapshot_id) as part:
             part.verify()
             assert [part.has_chunk("inner", index) for index in range(6)] == [i in moments for i in range(6)]
@@ -252,6 +254,19 @@ def test_a_snapshot_of_another_run_or_another_section_is_refused(tmp_path, donor
         assert store.snapshots() == []
         fill(other, source)
         other.close()
+
+
+def test_no_quota_takes_what_was_just_fetched(tmp_path, donor):
+    signed, source = donor
+    clock = FakeClock()
+    with FileStore(tmp_path / "joiner", retention=Retention(max_bytes=1), clock=clock) as store:
+        own = write(store, 900, outer=9, size=SIZE)
+        info = store.add_fetched(signed, {"outer": all_partials(store, signed, source)["outer"]})
+        assert {one.snapshot_id for one in store.snapshots()} == {own.snapshot_id, info.snapshot_id}
+        clock.now += 599
+        assert store.retain() == []
+        clock.now += 2
+        assert store.retain() == [info.snapshot_id]
 
 
 def test_a_full_disk_keeps_what_was_fetched(tmp_path, donor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,16 @@ def test_the_newest_of_each_kind_stay():
 
 def test_protected_ones_stay():
     assert doomed(Retention(max_hot=1), [info(n) for n in range(5)], protected=[0, 2]) == [1, 3]
+
+
+def test_a_fetched_one_counts_as_restorable_when_its_shared_part_is_here():
+    def fetched(number, *here):
+        both = frozenset({"outer", "inner", "private"})
+        return replace(info(number, "recovery", own=False), all_sections=both, complete_sections=frozenset(here))
+
+    assert [fetched(1, *here).restorable for here in (("outer",), ("inner",), ())] == [True, False, False]
+    infos = [info(0), info(1), fetched(2, "outer"), fetched(3, "inner"), fetched(4)]
+    assert doomed(Retention(max_hot=0, max_recovery=0), infos) == [0, 3, 4]
 
 
 def test_the_newest_complete_one_stays_even_when_newer_ones_are_not_complete():

@@ -83,7 +83,7 @@ class LittleState:
             inner_step=step % INNER_STEPS,
             training_step=step,
             exact=True,
-            arch=bytes(32),
+            arch=b"",
             sections=self.sections,
         )
 

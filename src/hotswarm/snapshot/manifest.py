@@ -8,7 +8,8 @@ serialised `Manifest`, `public_key` a compressed P-256 point (33 bytes), `signat
 Fields of `Manifest`. `format` is 1. `run` is a run name; `node` is sha256(SPKI DER of the key)[:20] in hex, and a
 reader checks that it is the key's. `label` is any text. `kind` is "hot", "cold" or "recovery". `seq` counts the
 captures of this node; `time_ms` is Unix time. `outer_step`, `inner_step`, `training_step` are not negative. `arch` is
-empty or 32 bytes (sections.arch_fingerprint). Snapshots are ordered by (outer_step, training_step, seq).
+empty or the 32 bytes of sections.arch_fingerprint over the leaves of "inner". Snapshots are ordered by (outer_step,
+training_step, seq).
 
 Sections. One to three, each name once: "outer" (what all nodes share after an outer step), "inner" (the node's model
 and optimizer), "private" (never applied from another node). A section is a tree, listed as leaves. A leaf's `path` is
@@ -55,12 +56,12 @@ from hotswarm.snapshot.chunks import SectionLayout, layout
 from hotswarm.snapshot.limits import (
     MAX_ENGINE_BYTES,
     MAX_LABEL_BYTES,
-    MAX_LEAVES,
     MAX_MANIFEST_BYTES,
     MAX_STEP,
     MAX_TENSORS,
 )
-from hotswarm.snapshot.sections import SECTIONS, SectionDraft, section_digest
+from hotswarm.snapshot.prescan import check_counts
+from hotswarm.snapshot.sections import SECTIONS, SectionDraft, arch_fingerprint, section_digest
 from hotswarm.snapshot.signing import Signer, node_id_of, signature_is_good
 from hotswarm.snapshot.tree import (
     Alias,
@@ -267,6 +268,7 @@ def parse_message(body: bytes) -> pb.Manifest:
     """The protobuf message of a body or draft, with its format, size and counts checked. ManifestError."""
     if len(body) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"the manifest has {len(body)} bytes, the limit is {MAX_MANIFEST_BYTES}")
+    check_counts(body)
     message = pb.Manifest()
     try:
         message.ParseFromString(body)
@@ -274,8 +276,6 @@ def parse_message(body: bytes) -> pb.Manifest:
         raise ManifestError(f"these bytes are no manifest: {error}") from error
     if message.format != FORMAT:
         raise ManifestError(f"the manifest has format {message.format}; this version reads format {FORMAT}")
-    if sum(len(section.leaves) for section in message.sections) > MAX_LEAVES:
-        raise ManifestError(f"the manifest has more than {MAX_LEAVES} leaves")
     return message
 
 
@@ -347,6 +347,9 @@ def _check_fields(manifest: Manifest) -> None:
     check_sections(list(manifest.sections.values()))
     if len(manifest.arch) not in (0, DIGEST_BYTES):
         raise ManifestError(f"the arch fingerprint has {len(manifest.arch)} bytes, not {DIGEST_BYTES}")
+    inner = manifest.sections.get("inner")
+    if manifest.arch and inner is not None and arch_fingerprint(inner.leaves) != manifest.arch:
+        raise ManifestError("the arch fingerprint is not that of the parameters and buffers that are listed")
     check_header(manifest.label, manifest.kind, manifest.engine)
     for name in ("seq", "outer_step", "inner_step", "training_step"):
         if not 0 <= getattr(manifest, name) <= MAX_STEP:

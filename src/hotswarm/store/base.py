@@ -71,6 +71,14 @@ class SnapshotInfo:
         return self.complete_sections == self.all_sections
 
     @property
+    def restorable(self) -> bool:
+        """Whether a trainer can go on from it. Of a fetched snapshot the shared part must be here (without an outer
+        section the inner one); its donor's private section never is.
+        """
+        needed = "outer" if "outer" in self.all_sections else "inner"
+        return self.complete or (not self.own and needed in self.complete_sections)
+
+    @property
     def order_key(self) -> tuple[int, int, int]:
         """Later snapshots have larger keys."""
         return (self.outer_step, self.training_step, self.seq)

@@ -117,6 +117,8 @@ class Shared:
     """A change failed halfway since the last sweep: there may be packs that nobody refers to."""
     readers: Counter[SnapshotId] = field(default_factory=Counter)
     leases: dict[SnapshotId, Lease] = field(default_factory=dict)
+    held_until: dict[SnapshotId, float] = field(default_factory=dict)
+    """What was just fetched, and until when retention leaves it alone. Monotonic seconds."""
     trusted_packs: set[str] = field(default_factory=set)
     """Packs that this process wrote or has verified: what new snapshots may share."""
     health: dict[str, str] = field(default_factory=dict)

@@ -50,6 +50,7 @@ from hotswarm.store.spare import retire_pack
 
 PARTIAL_KEEP_S = 24 * 3600
 LEASE_TOTAL_S = 600
+FETCHED_HOLD_S = 600  # what was fetched is there to be restored: no quota takes it before that
 LEASED_SNAPSHOTS = 2
 QUARANTINED_FILES = 12  # for people to look at; the oldest go first
 
@@ -149,11 +150,12 @@ class FileStore:
                 del self._shared.readers[snapshot_id]
 
     def newest(self, verify: bool = True, *, own: bool = False) -> SnapshotInfo | None:
-        """The newest complete snapshot, or None. With `verify` every byte is hashed first: a damaged one is put into
-        quarantine, named in log and health, and the next older one is tried. `own`: not those fetched from peers.
+        """The newest snapshot that can be restored, or None. With `verify` every byte that is here is hashed first: a
+        damaged one is put into quarantine, named in log and health, and the next older one is tried. `own`: not those
+        fetched from peers, so every section of it is here.
         """
         for entry in reversed(self._entries()):
-            if not entry.info.complete or (own and not entry.info.own):
+            if not entry.info.restorable or (own and not entry.info.own):
                 continue
             if not verify:
                 return entry.info
@@ -277,6 +279,7 @@ class FileStore:
             if old is not None:
                 self._retire(old.packs)
             info = self._discard(partials, self.info(signed.snapshot_id))
+            self._shared.held_until[signed.snapshot_id] = self._clock.monotonic() + FETCHED_HOLD_S
             self._retain_quietly()
             return info
 
@@ -383,6 +386,10 @@ class FileStore:
         leased = {key for key, lease in self._shared.leases.items() if lease.until > now}
         return {entry.info.snapshot_id for entry in entries if entry.info.pinned} | leased | set(self._shared.readers)
 
+    def _just_fetched(self) -> set[SnapshotId]:
+        now = self._clock.monotonic()
+        return {key for key, until in self._shared.held_until.items() if until > now}
+
     def retain(self) -> list[SnapshotId]:
         """Delete what retention no longer keeps. Returns what was deleted. StoreError."""
         self._must_write()
@@ -391,7 +398,7 @@ class FileStore:
             with self._shared.guard:
                 doomed = self.retention.doomed(
                     [entry.info for entry in entries],
-                    self._protected(entries),
+                    self._protected(entries) | self._just_fetched(),
                     {entry.info.snapshot_id: entry.packs for entry in entries},
                 )
                 gone = [entry for entry in entries if entry.info.snapshot_id in doomed]

@@ -1,8 +1,8 @@
 """Which snapshots go. Pure: it is told what there is and says what is to be deleted.
 
 Kept are the newest `max_hot`, `max_cold` and `max_recovery` of each kind. Whatever counts and bytes say, never deleted
-are the newest complete snapshot, the newest complete one of this node's own, and what the caller protects: pinned
-snapshots, and those that are being read or served.
+are the newest snapshot that can be restored, the newest such one of this node's own, and what the caller protects:
+pinned snapshots, those that are being read or served, and one just fetched.
 
 Of the hot ones the last place goes to the newest snapshot of the round before, when the newest ones are all of one
 round and there are at least three places: neighbours that are one round behind can then still be served.
@@ -47,9 +47,9 @@ class Retention:
         return gone
 
     def _never(self, snapshots: Sequence[SnapshotInfo]) -> set[SnapshotId]:
-        complete = [info for info in snapshots if info.complete]
-        own = [info for info in complete if info.own]
-        return {group[-1].snapshot_id for group in (complete, own) if group}
+        restorable = [info for info in snapshots if info.restorable]
+        own = [info for info in restorable if info.own]
+        return {group[-1].snapshot_id for group in (restorable, own) if group}
 
     def _newest(self, snapshots: Sequence[SnapshotInfo], kind: str) -> list[SnapshotInfo]:
         count = {"hot": self.max_hot, "cold": self.max_cold, "recovery": self.max_recovery}[kind]

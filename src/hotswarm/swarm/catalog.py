@@ -146,12 +146,5 @@ class Catalog:
                 own=held.info.own,
             )
             for held in self._held
-            if _is_whole(held) and (not arch or not held.info.arch or held.info.arch == arch)
+            if held.info.restorable and (not arch or not held.info.arch or held.info.arch == arch)
         )
-
-
-def _is_whole(held: Held) -> bool:
-    """Whether it can be restored. Of a fetched snapshot the shared part must be here, its donor's own need not."""
-    info = held.info
-    needed = "outer" if "outer" in info.all_sections else "inner"
-    return info.complete or (not info.own and needed in held.sections)
