@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -12,13 +13,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "swarm"))
 from daemons import SWARM_NODE, client_of, run_cli, start_daemon
 from little_trainer import LittleState, LittleTrainer
 
-from hotswarm.cli import exits, options
+from hotswarm import NodeConfig, SwarmNode
+from hotswarm.cli import exits, inspect, options
 from hotswarm.cli.main import main, with_default_verb
 from hotswarm.config import option_names
 from hotswarm.store.files import FileStore
@@ -187,7 +190,7 @@ def test_the_state_of_a_node_with_and_without_its_daemon(processes, short_dir, c
     state_dir = short_dir / "state"
     daemon = start_daemon(processes, state_dir, "--name", "alice")
     at = ("--state-dir", state_dir)
-    assert cli("snapshots", *at).stdout.strip() == "no snapshots yet"
+    assert cli("snapshots", *at).stdout.strip() == "no snapshots of run 'default' yet"
     ids = store_steps(state_dir, 5, 6)
     status = json.loads(cli("status", "--json", *at).stdout)
     assert (status["name"], status["pid"], status["snapshots"]) == ("alice", daemon.pid, 2)
@@ -310,6 +313,49 @@ def test_a_service_manager_that_is_gone_does_not_stop_the_node(processes, short_
     daemon = start_daemon(processes, short_dir / "state", env=env)
     assert client_of(short_dir / "state").status()["ready"]
     assert "could not tell the service manager" in processes.log_of(daemon)
+
+
+def test_a_daemon_that_a_program_started_is_seen_by_name_and_ended_by_a_verb(short_dir, cli):
+    at = ("--state-dir", short_dir / "state")
+    node = SwarmNode(NodeConfig(state_dir=short_dir / "state", run="my-run", listen="127.0.0.1:0")).start()
+    try:
+        assert psutil.Process(node.pid).cmdline()[-2:] == ["my-run", str(short_dir / "state")]
+        text = cli("status", *at).stdout
+        assert re.search(rf"^process +{node.pid}, up ", text, re.MULTILINE), text
+        done = cli("stop", *at)
+        assert (done.returncode, done.stdout) == (0, f"process {node.pid} has ended\n")
+        assert not node.running
+        assert cli("stop", *at).returncode == 1
+    finally:
+        node.stop()
+
+
+def test_the_status_says_the_step_of_a_trainer_without_rounds(processes, short_dir, cli):
+    data = {"outer_step": 0, "inner_step": 0, "training_step": 209}
+    assert inspect._position(data, None) == inspect._position(data, 0) == "step 209"
+    rounds = {"outer_step": 2, "inner_step": 7, "training_step": 27}
+    assert inspect._position(rounds, 10) == "outer 2, inner 7 of 10, step 27"
+    start_daemon(processes, short_dir / "state")
+    store_steps(short_dir / "state", 6)
+    assert "outer 1, inner 2, step 6, taken" in cli("status", "--state-dir", short_dir / "state").stdout
+
+
+def test_a_wrong_directory_and_a_wrong_run_are_said(tmp_path, cli):
+    done = cli("snapshots", "--state-dir", tmp_path / "typo")
+    assert (done.returncode, "there is no state directory" in done.stderr) == (10, True), done.stderr
+    with FileStore(tmp_path / "state", "alpha"):
+        pass
+    done = cli("snapshots", "--state-dir", tmp_path / "state", "--run", "alhpa")
+    assert (done.returncode, "there are those of 'alpha'" in done.stdout) == (0, True)
+    done = cli("verify", "--state-dir", tmp_path / "state", "--run", "alhpa")
+    assert (done.returncode, "there are those of 'alpha'" in done.stderr) == (10, True)
+
+
+def test_in_a_narrow_terminal_no_option_s_name_is_cut_off():
+    text = run_cli("serve", "--help", env={**os.environ, "COLUMNS": "80"}).stdout
+    assert "…" not in text
+    for name in option_names():
+        assert "--" + name.replace("_", "-") in text
 
 
 def test_top_shows_the_status_until_it_is_interrupted(processes, short_dir, wait_until):

@@ -48,21 +48,29 @@ def status_table(data: Json) -> RenderableType:
         ("node", f"{data['node']} {data['name']}".rstrip()),
         ("run", data["run"]),
         ("listens on", data["listen"]),
-        ("up", output.age(data["uptime_s"])),
+        ("process", f"{data['pid']}, up {output.age(data['uptime_s'])}"),
         ("trainer", "none" if trainer is None else f"process {trainer['pid']} {trainer['label']}".rstrip()),
     ]
     if clock is not None:
-        length = f" of {clock['round_length']}" if clock["round_length"] else ""
-        rows.append(("training", f"outer {clock['outer_step']}, inner {clock['inner_step']}{length}"))
+        rows.append(("training", _position(clock, clock["round_length"])))
     rows.append(("snapshots", f"{data['snapshots']}"))
     if newest is not None:
         taken = output.age(max(0.0, time.time() - newest["time_ms"] / 1000))
-        position = f"outer {newest['outer_step']}, inner {newest['inner_step']}"
-        rows.append(("newest", f"{newest['snapshot_id']}: {position}, taken {taken} ago"))
+        in_rounds = newest["outer_digest"] is not None
+        rows.append(("newest", f"{newest['snapshot_id']}: {_position(newest, in_rounds)}, taken {taken} ago"))
     if data["work_at_risk_s"] is not None:
         rows.append(("work at risk", output.age(data["work_at_risk_s"])))
     rows.append(("health", "; ".join([data["health"]["state"], *data["health"]["reasons"]])))
     return output.pairs(rows)
+
+
+def _position(at: Json, round_length: int | None) -> str:
+    """Where training is. Only what works in rounds has an outer step; `round_length` may be just True."""
+    step = f"step {at['training_step']}"
+    if not round_length and not at["outer_step"]:
+        return step
+    length = f" of {round_length}" if round_length and round_length is not True else ""
+    return f"outer {at['outer_step']}, inner {at['inner_step']}{length}, {step}"
 
 
 @node_options
@@ -90,6 +98,9 @@ def peers(
     wait: Annotated[float, typer.Option("--wait", help="Seconds to look for peers when none is known yet.")] = 5.0,
 ) -> None:
     """The other nodes, and how far they are."""
+    runs = daemon.find(settings) is not None
+    if not runs and not _anyone_to_ask(settings):
+        daemon.require(settings)
     with daemon.running(settings) as client:
         deadline = time.monotonic() + wait
         while not (found := client.peers()) and time.monotonic() < deadline:
@@ -103,9 +114,18 @@ def peers(
             output.table(("node", "name", "address", ">outer", ">inner", "state"), _peer_rows(found))
         )
     else:
-        output.console().print("no peers found")
+        how = "" if runs else "; no daemon runs here, a node was started for this look only"
+        output.console().print(f"no peers found{how}")
     if refused:
         raise NotAuthorised("every peer that could be reached refuses this node's swarm key; copy the key of the swarm")
+
+
+def _anyone_to_ask(settings: Settings) -> bool:
+    """Whether a node that is started now would know an address."""
+    from hotswarm.swarm.peercache import PeerCache
+
+    config = settings.config
+    return bool(config.peers) or config.join_file is not None or bool(PeerCache.load(config.state_dir).peers())
 
 
 def _peer_rows(found: Iterable[Json]) -> Iterable[tuple[str, ...]]:
@@ -136,9 +156,20 @@ def stored_snapshots(settings: Settings) -> list[SnapshotInfo]:
     return FileStore(settings.config.state_dir, settings.config.run).snapshots()
 
 
+def _none_here(settings: Settings) -> str:
+    """Why there may be none: the snapshots that are here belong to other runs."""
+    folder, run = settings.config.state_dir / "runs", settings.config.run
+    others = sorted(path.name for path in folder.iterdir() if path.name != run) if folder.is_dir() else []
+    return f"; there are those of {', '.join(map(repr, others))}, to be named with --run" if others else ""
+
+
 @node_options
 def snapshots(settings: Settings, as_json: JsonFlag = False) -> None:
     """The snapshots that this node holds, oldest first."""
+    if not settings.config.state_dir.is_dir():
+        raise NoSnapshot(
+            f"there is no state directory {settings.config.state_dir.absolute()}; name the one meant with --state-dir"
+        )
     found = stored_snapshots(settings)
     if as_json:
         from hotswarm.swarm.control import snapshot_to_json
@@ -146,7 +177,7 @@ def snapshots(settings: Settings, as_json: JsonFlag = False) -> None:
         output.print_json({"snapshots": [snapshot_to_json(info) for info in found]})
         return
     if not found:
-        output.console().print("no snapshots yet")
+        output.console().print(f"no snapshots of run {settings.config.run!r} yet{_none_here(settings)}")
         return
     columns = ("id", "kind", ">outer", ">inner", ">step", ">size", ">on disk", ">age", "")
     output.console().print(output.table(columns, map(_snapshot_row, found)))
@@ -182,7 +213,9 @@ def verify(
     if snapshot_id is not None:
         found = [one_snapshot(found, snapshot_id)]
     if not found:
-        raise NoSnapshot(f"{settings.config.state_dir} holds no snapshot of run {settings.config.run!r}")
+        raise NoSnapshot(
+            f"{settings.config.state_dir} holds no snapshot of run {settings.config.run!r}{_none_here(settings)}"
+        )
     results = [_verified(settings, info) for info in found]
     damaged = [result for result in results if result["error"] is not None]
     if as_json:

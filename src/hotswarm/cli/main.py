@@ -40,11 +40,13 @@ def build_app() -> typer.Typer:
         "Without a verb: serve.",
         no_args_is_help=True,
         add_completion=False,
+        rich_markup_mode=None,  # rich cuts the names of options off in a terminal of 80 columns
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     for verb in (
         setup.serve,
+        setup.stop,
         inspect.status,
         inspect.peers,
         inspect.snapshots,

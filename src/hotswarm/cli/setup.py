@@ -1,18 +1,22 @@
-"""Verbs around a node's setup: serve, keygen, config show, version."""
+"""Verbs around a node's setup: serve, stop, keygen, config show, version."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hotswarm.cli import output
+from hotswarm.cli import daemon, output
 from hotswarm.cli.options import JsonFlag, node_options
 from hotswarm.config import Settings, parse_address
-from hotswarm.errors import ConfigError
+from hotswarm.errors import ConfigError, ControlError
+
+STOP_TIMEOUT_S = 60.0  # it writes what its trainer handed over, and withdraws for up to 5 s
 
 
 @node_options
@@ -23,6 +27,38 @@ def serve(settings: Settings) -> None:
 
     setup_logging(settings.config.log_level, settings.config.log_format)
     raise typer.Exit(run(settings.config))
+
+
+@node_options
+def stop(settings: Settings, as_json: JsonFlag = False) -> None:
+    """End the daemon of the state directory, also one that a trainer started. What it was given is on disk then."""
+    from hotswarm.swarm.paths import answers
+
+    client = daemon.require(settings)
+    pid = client.stop()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while answers(client.socket) or _runs(pid):
+        if time.monotonic() > deadline:
+            raise ControlError(f"process {pid} was asked to end and is still at it after {STOP_TIMEOUT_S:g} s")
+        time.sleep(0.05)
+    if as_json:
+        output.print_json({"pid": pid})
+    else:
+        output.line(f"process {pid} has ended")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"  # a zombie has ended
+    except OSError:
+        return True
 
 
 def keygen(

@@ -1,10 +1,11 @@
 """The daemon as a process: memory allocator, logs, event loop, exit code.
 
-    python -P -m hotswarm.swarm.daemon SETTINGS_FD READY_FD
+    python -P -m hotswarm.swarm.daemon SETTINGS_FD READY_FD RUN STATE_DIR
 
-is how `spawn` starts it, without a command line that could be misread: the settings arrive as one JSON object on
-SETTINGS_FD, `{"config": {…}, "spawned": bool, "owner_pid": int|null, "detach": bool}`. On READY_FD goes one JSON line
-when the node serves, `{"pid", "socket", "listen", "http"}`, or `{"error": {…}}` when it cannot.
+is how `spawn` starts it. The last two are not read: they are for whoever looks at the list of processes. The settings
+arrive as one JSON object on SETTINGS_FD, `{"config": {…}, "spawned": bool, "owner_pid": int|null, "detach": bool}`. On
+READY_FD goes one JSON line when the node serves, `{"pid", "socket", "listen", "http"}`, or `{"error": {…}}` when it
+cannot.
 `swarm-node serve` calls `run` directly.
 """
 

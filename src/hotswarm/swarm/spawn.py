@@ -92,7 +92,7 @@ def _start(config: NodeConfig, *, spawned: bool, detach: bool, owner_pid: int | 
     _make_state_dir(config.state_dir)
     settings = {"config": config.to_json(), "spawned": spawned, "owner_pid": owner_pid, "detach": detach}
     with _Pipe() as settings_pipe, _Pipe() as ready_pipe:
-        process = _launch(config.state_dir, settings_pipe.read, ready_pipe.write)
+        process = _launch(config, settings_pipe.read, ready_pipe.write)
         ready_pipe.close_write()
         try:
             os.write(settings_pipe.write, json.dumps(settings).encode())  # far less than a pipe's 64 KiB
@@ -135,11 +135,12 @@ class _Pipe:
         os.close(self.read)
 
 
-def _launch(state_dir: Path, settings_fd: int, ready_fd: int) -> subprocess.Popen[bytes]:
-    log = _open_log(state_dir)
+def _launch(config: NodeConfig, settings_fd: int, ready_fd: int) -> subprocess.Popen[bytes]:
+    log = _open_log(config.state_dir)
+    program = [sys.executable, "-P", "-m", "hotswarm.swarm.daemon", str(settings_fd), str(ready_fd)]
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "hotswarm.swarm.daemon", str(settings_fd), str(ready_fd)],
+            [*program, config.run, os.fspath(config.state_dir)],  # the last two are for people who look at ps
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
