@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from hotswarm._proto import recovery_pb2 as pb
 from hotswarm.errors import HotswarmError, NotAuthorised, PeerMisbehaved, PeerUnavailable
 from hotswarm.ids import NodeId, is_node_id
 from hotswarm.swarm.client import PeerClient, PeerLinks
+from hotswarm.swarm.clocks import swarm_clock
 from hotswarm.swarm.model import Description, LiveClock
 from hotswarm.swarm.records import Relayed, SignedRecord
 
@@ -161,11 +162,10 @@ class Neighbours:
         client = self.client(peer)
         return self._heard(client.address, await client.describe(timeout_s), "asked for")
 
-    async def clock(self, timeout_s: float = CLOCK_TIMEOUT_S) -> LiveClock | None:
-        """The live clock that is furthest: arriving at a sync late is the expensive mistake. None: nobody is live."""
+    async def clock(self, own: Mapping[int, bytes], timeout_s: float = CLOCK_TIMEOUT_S) -> LiveClock | None:
+        """Where the live trainers are in their round, see `clocks`. None: nobody is live. `own`: own outer digests."""
         nodes = [n.node for n in self._known.values() if n.failures == 0]
-        clocks = [a.clock for a in await self.ask_again(nodes, timeout_s) if a.live and a.clock is not None]
-        return max(clocks, key=lambda c: (c.outer_step, c.inner_step, c.training_step), default=None)
+        return swarm_clock(await self.ask_again(nodes, timeout_s), own)
 
     async def describe(self, address: str, node: NodeId | None, timeout_s: float) -> Description | None:
         """Ask one address; None, with the reason kept, when that fails or it is this node itself."""

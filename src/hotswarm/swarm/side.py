@@ -254,7 +254,7 @@ class Swarm:
         """Where the swarm is in its round now, by those who train. None when nobody does, or nobody is known."""
         if not self._neighbours.all():
             await self._neighbours.search(FRESH_S)
-        return await self._neighbours.clock()
+        return await self._neighbours.clock(self._catalog.voucher_digests)
 
     # ------------------------------------------------------------ facts
 

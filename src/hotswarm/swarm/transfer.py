@@ -24,8 +24,9 @@ from hotswarm.store.base import SnapshotInfo
 from hotswarm.store.files import FileStore
 from hotswarm.store.partial import PartialSection
 from hotswarm.swarm.choose import Decision, OwnState, Source, choose_inner
+from hotswarm.swarm.clocks import swarm_clock
 from hotswarm.swarm.fetch import DonorsLost, Fetch, Part
-from hotswarm.swarm.model import Description, InnerSource, LiveClock, RecoverRequest, SectionReport
+from hotswarm.swarm.model import Description, InnerSource, RecoverRequest, SectionReport
 from hotswarm.swarm.neighbours import Neighbours
 from hotswarm.swarm.plan_types import SectionKey
 from hotswarm.swarm.strikes import Strikes
@@ -420,7 +421,7 @@ def moments_of(entry: SectionEntry) -> list[int]:
 
 
 def _round_seconds(answers: Sequence[Description]) -> float | None:
-    """How long a round takes, by the furthest live clock that knows."""
-    clocks = [a.clock for a in answers if a.live and a.clock and a.clock.round_length and a.clock.steps_per_s > 0]
-    best: LiveClock | None = max(clocks, key=lambda c: (c.outer_step, c.inner_step), default=None)
-    return best.round_length / best.steps_per_s if best is not None else None
+    """How long a round takes, by the clocks of those who know."""
+    known = (a for a in answers if a.clock is not None and a.clock.round_length > 0 and a.clock.steps_per_s > 0)
+    clock = swarm_clock(known)
+    return clock.round_length / clock.steps_per_s if clock is not None else None
