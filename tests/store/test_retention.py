@@ -64,12 +64,23 @@ def test_the_newest_own_one_stays_beside_fetched_ones():
     assert doomed(Retention(max_hot=0, max_recovery=0), infos) == [0, 2]
 
 
-def test_the_round_before_keeps_one_place_of_three():
-    infos = [info(n, outer=3) for n in range(3)] + [info(n, outer=4) for n in range(3, 8)]
-    assert doomed(Retention(max_hot=3), infos) == [0, 1, 3, 4, 5]
-    assert doomed(Retention(max_hot=2), infos) == [0, 1, 2, 3, 4, 5]
-    without = [info(n, outer=3, outer_digest=None) for n in range(3)] + infos[3:]
-    assert doomed(Retention(max_hot=3), without) == [0, 1, 2, 3, 4]
+def test_the_round_before_is_kept_besides():
+    def held(number, outer, kind="hot", here=("inner", "outer")):
+        both = frozenset({"inner", "outer"})
+        return replace(info(number, kind, outer=outer), all_sections=both, complete_sections=frozenset(here))
+
+    infos = [held(n, 2) for n in range(2)] + [held(n, 3) for n in range(2, 4)] + [held(n, 4) for n in range(4, 8)]
+    assert doomed(Retention(max_hot=1), infos) == [0, 1, 2, 4, 5, 6]
+    assert doomed(Retention(max_hot=3), infos) == [0, 1, 2, 4]
+    assert doomed(Retention(max_hot=5), infos) == [0, 1, 2], "the fifth has it already"
+    assert doomed(Retention(max_hot=1), infos, protected=[2]) == [0, 1, 3, 4, 5, 6], "the protected one has it already"
+    assert sorted(doomed(Retention(max_hot=2, max_bytes=20), infos)) == [0, 1, 2, 3, 4, 5], "not against the quota"
+    lacking = [*infos[:3], held(3, 3, here=("inner",)), *infos[4:]]
+    assert doomed(Retention(max_hot=1), lacking) == [0, 1, 3, 4, 5, 6]
+    fetched = [held(0, 3, "recovery"), held(1, 3), held(2, 4), held(3, 4)]
+    assert doomed(Retention(max_hot=1), fetched) == [1, 2], "a fetched one serves as well"
+    plain = [info(n, outer=n, outer_digest=None) for n in range(4)]
+    assert doomed(Retention(max_hot=1), plain) == [0, 1, 2]
 
 
 def test_bytes_count_each_pack_once_and_the_oldest_go_first():

@@ -4,8 +4,8 @@ Kept are the newest `max_hot`, `max_cold` and `max_recovery` of each kind. Whate
 are the newest snapshot that can be restored, the newest such one of this node's own, and what the caller protects:
 pinned snapshots, those that are being read or served, and one just fetched.
 
-Of the hot ones the last place goes to the newest snapshot of the round before, when the newest ones are all of one
-round and there are at least three places: neighbours that are one round behind can then still be served.
+Kept besides, as long as the bytes allow, is the newest snapshot with the outer section of the round before, where none
+of the others has it: neighbours that are one round behind can then still be served.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Retention:
         """Ids to delete, oldest first. `snapshots` oldest first; `packs`: the bytes of each pack a snapshot needs."""
         safe = set(protected) | self._never(snapshots)
         kept = {info.snapshot_id for kind in ("hot", "cold", "recovery") for info in self._newest(snapshots, kind)}
+        kept |= _round_before(snapshots, kept | safe)
         gone = [info.snapshot_id for info in snapshots if info.snapshot_id not in kept | safe]
         if self.max_bytes is not None:
             left = [info.snapshot_id for info in snapshots if info.snapshot_id not in gone]
@@ -54,13 +55,16 @@ class Retention:
     def _newest(self, snapshots: Sequence[SnapshotInfo], kind: str) -> list[SnapshotInfo]:
         count = {"hot": self.max_hot, "cold": self.max_cold, "recovery": self.max_recovery}[kind]
         of_kind = [info for info in snapshots if info.kind == kind]
-        newest = of_kind[max(len(of_kind) - count, 0) :]
-        earlier = of_kind[: max(len(of_kind) - count, 0)]
-        if kind == "hot" and count >= 3 and earlier and newest[0].outer_step == newest[-1].outer_step:
-            before = [info for info in earlier if info.outer_step < newest[-1].outer_step]
-            if before and before[-1].outer_digest is not None:
-                newest = [before[-1], *newest[1:]]
-        return newest
+        return of_kind[max(len(of_kind) - count, 0) :]
+
+
+def _round_before(snapshots: Sequence[SnapshotInfo], kept: Collection[SnapshotId]) -> set[SnapshotId]:
+    """The newest snapshot with the outer section of the newest round but one, unless one of those kept has it."""
+    whole = [info for info in snapshots if info.outer_digest is not None and "outer" in info.complete_sections]
+    before = [info for info in whole if info.outer_step < whole[-1].outer_step]
+    if not before or any(info.outer_step == before[-1].outer_step and info.snapshot_id in kept for info in before):
+        return set()
+    return {before[-1].snapshot_id}
 
 
 def _union_bytes(packs: Mapping[SnapshotId, Mapping[str, int]], ids: Sequence[SnapshotId]) -> int:
