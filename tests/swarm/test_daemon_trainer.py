@@ -80,6 +80,23 @@ def test_a_capture_becomes_durable_and_can_be_read_through_descriptors(processes
     trainer.session.close()
 
 
+def test_a_restarted_trainer_reads_what_the_daemon_still_has_in_memory(processes, short_dir, wait_until):
+    state_dir, log = short_dir / "state", short_dir / "log"
+    start_daemon(processes, state_dir)
+    child = processes.start([*LITTLE_TRAINER, state_dir, log, "hold", "1"])
+    wait_until(lambda: logged(log, "durable"), 20, "the snapshot")
+    (info,) = client_of(state_dir).snapshots()
+    with client_of(state_dir).open_snapshot(info.snapshot_id, from_arena=True) as beside:
+        assert not isinstance(beside, SlotSource), "that trainer may capture again"
+    child.kill()
+    child.wait()
+    wait_until(lambda: settled(state_dir), 10, "the end of the trainer")
+    with client_of(state_dir).open_snapshot(info.snapshot_id, from_arena=True) as source:
+        assert isinstance(source, SlotSource)
+        source.verify()
+        assert check_one_step(source) == 1
+
+
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_a_trainer_killed_right_after_ready_loses_nothing(processes, short_dir, wait_until, kills):
     state_dir = short_dir / "state"

@@ -221,6 +221,13 @@ class Berth:
         if self.trainer is None and self.arena is not None and not self._leaving:
             self._use(None)
 
+    def only_writer(self, pid: int) -> bool:
+        """Whether no process but this one may be writing into the arena: nobody is attached, or that process is."""
+        writers = {trainer.pid for trainer in self._watched if not trainer.dead()}
+        if self.trainer is not None:
+            writers.add(self.trainer.pid)
+        return writers <= {pid}
+
     def live(self) -> LiveClock | None:
         """Where the attached trainer is in its round, from the arena's header; None without a trainer."""
         if self.trainer is None or self.arena is None or self.trainer.gone():

@@ -238,9 +238,9 @@ class Node:
 
     async def _open(self, connection: Connection, snapshot_id: str, *, from_arena: bool) -> None:
         known = self._known(snapshot_id)
-        slot, arena, trainer = self._persister.held(known), self._berth.arena, self._berth.trainer
-        mine = trainer is not None and trainer.pid == connection.pid  # another reader could be overtaken by its writes
-        if from_arena and mine and slot is not None and arena is not None:
+        slot, arena = self._persister.held(known), self._berth.arena
+        # A reader beside a living trainer could be overtaken by its writes.
+        if from_arena and slot is not None and arena is not None and self._berth.only_writer(connection.pid):
             send_slot(connection, arena, slot, self._store.signed(known))
         else:
             send_files(connection, await asyncio.to_thread(self._store.open, known))
