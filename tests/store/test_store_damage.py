@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hotswarm.errors import IntegrityError, StoreError
 from hotswarm.store.files import FileStore
+from hotswarm.store.lock import read_lock
 from support.snapshots import draft, raw, read_back, state
-from support.stores import SIGNER, check_holds, leftovers, place_of, small_store, write
+from support.stores import SIGNER, as_a_new_process, check_holds, leftovers, place_of, small_store, write
 
 
 def flip(path, at):
@@ -35,6 +39,7 @@ def test_a_flipped_byte_anywhere_in_the_newest_is_named_and_the_older_one_is_use
         path = files[number % len(files)]
         flip(path, rng.randrange(rng.choice([16, path.stat().st_size]) if path == newest.path else 16))
         caplog.clear()
+        as_a_new_process()
         with small_store(root) as store:
             used = store.newest()
             check_holds(store, used, 1)
@@ -80,6 +85,7 @@ def test_a_missing_pack_is_noticed(tmp_path):
         write(store, 1)
         newest = write(store, 2)
         packs_of(store, newest)[0].unlink()
+    as_a_new_process()
     with small_store(tmp_path) as store:
         assert store.newest().training_step == 1
         assert "missing" in store.health[0]
@@ -91,6 +97,7 @@ def test_damage_in_a_shared_outer_pack_takes_all_its_snapshots_and_new_ones_do_n
         newest = [write(store, step, outer=2) for step in (2, 3)][-1]
         outer = next(path for path in packs_of(store, newest) if path.name.startswith("outer"))
         flip(outer, 4097)
+    as_a_new_process()
     with small_store(tmp_path) as store:
         added = write(store, 4, outer=2)
         check_holds(store, added, 4, outer=2)
@@ -200,3 +207,40 @@ def test_nan_payloads_and_odd_bytes_survive(tmp_path):
         with pytest.raises(StoreError):
             store.delete(source.snapshot_id)
     assert raw(state(1)) == raw(state(1))
+
+
+def make_odd(kind, path):
+    """Put something that is no file where a file of ours belongs."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(str(path))
+        made.close()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_what_is_no_file_neither_hangs_nor_stops_the_store(short_dir, monkeypatch, kind):
+    with small_store(short_dir) as store:
+        write(store, 1)
+        manifest, pack = write(store, 2), write(store, 3)
+        packs = packs_of(store, pack)
+    monkeypatch.chdir(store.folders.snapshots)  # socket paths end at 108 bytes
+    make_odd(kind, manifest.path.relative_to(store.folders.snapshots))
+    monkeypatch.chdir(store.folders.packs)
+    make_odd(kind, packs[0].relative_to(store.folders.packs))
+    make_odd(kind, Path("inner-0123456789abcdef.pack"))
+    assert FileStore(short_dir).newest().training_step == 1
+    with small_store(short_dir) as store:
+        assert store.newest().training_step == 1
+        store.scan()
+        check_holds(store, write(store, 4), 4)
+    lock = Path(short_dir / "daemon.lock")
+    monkeypatch.chdir(short_dir)
+    make_odd(kind, Path(lock.name))
+    assert read_lock(short_dir) == ({}, False)
+    with pytest.raises(StoreError, match=r"daemon\.lock"):
+        small_store(short_dir).open_for_writing()

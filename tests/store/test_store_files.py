@@ -126,14 +126,13 @@ def test_a_shared_outer_pack_outlives_the_snapshot_that_wrote_it(tmp_path):
         assert len(store.snapshots()) == 1
         check_holds(store, info, 3, outer=9)
         assert leftovers(store) == set()
-        store.retention = Retention(max_hot=1)
         info = write(store, 4, outer=10, outer_step=10)
         check_holds(store, info, 4, outer=10)
-        assert [path.name.split("-")[0] for path in sorted(store.folders.packs.iterdir())] == [
-            "inner",
-            "outer",
-            "private",
-        ]
+        assert [one.training_step for one in store.snapshots()] == [3, 4]  # the round before stays servable
+        write(store, 5, outer=11, outer_step=11)
+        assert [one.training_step for one in store.snapshots()] == [4, 5]
+        kinds = [path.name.split("-")[0] for path in store.folders.packs.iterdir()]
+        assert sorted(kinds) == ["inner", "inner", "outer", "outer", "private", "private"]
 
 
 def test_an_outer_section_of_another_round_is_never_shared(tmp_path):

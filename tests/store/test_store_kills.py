@@ -79,7 +79,7 @@ def test_killed_at_twenty_random_points(fast_dir, seed):
         time.sleep(rng.random() * 0.3)
         kill(pid)
         infos = check_after_kill(fast_dir)
-        assert len(infos) <= 4  # three, and one that was committed when retention had not begun
+        assert len(infos) <= 5  # three, one of the round before, and one committed when retention had not begun
         newest = infos[-1].training_step if infos else 0
         assert newest >= last
         last = newest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,6 +23,13 @@ HOLDER = (
 )
 
 
+def said(root):
+    """What the lock says, less the name of the process among all that ever had its pid."""
+    info, held = read_lock(root)
+    assert len(info.pop("holder")) == 16
+    return info, held
+
+
 @pytest.fixture
 def holder(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True)
@@ -36,16 +44,16 @@ def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path, holder):
     with pytest.raises(LockedError, match=f"in use by process {holder.pid}") as error:
         small_store(tmp_path).open_for_writing()
     assert error.value.exit_code == 11
-    assert read_lock(tmp_path) == ({"pid": holder.pid, "socket": "/run/x.sock"}, True)
+    assert said(tmp_path) == ({"pid": holder.pid, "socket": "/run/x.sock"}, True)
 
 
 def test_the_lock_of_a_killed_process_is_free_and_says_so(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    assert read_lock(tmp_path) == ({"pid": holder.pid, "socket": "/run/x.sock"}, False)
+    assert said(tmp_path) == ({"pid": holder.pid, "socket": "/run/x.sock"}, False)
     with small_store(tmp_path) as store:
         write(store, 1)
-        assert read_lock(tmp_path) == ({"pid": os.getpid()}, True)
+        assert said(tmp_path) == ({"pid": os.getpid()}, True)
     assert read_lock(tmp_path)[1] is False
 
 
@@ -67,8 +75,9 @@ def test_what_the_daemon_says_about_itself_grows_and_shrinks_whole(tmp_path):
     assert lock.acquire()
     lock.update(socket="/run/" + "x" * 500, listen="127.0.0.1:1")
     lock.update(socket="/run/y")
-    text = (tmp_path / "daemon.lock").read_text()
-    assert json.loads(text) == {"pid": os.getpid(), "socket": "/run/y", "listen": "127.0.0.1:1"}
+    text = json.loads((tmp_path / "daemon.lock").read_text())
+    assert len(text.pop("holder")) == 16
+    assert text == {"pid": os.getpid(), "socket": "/run/y", "listen": "127.0.0.1:1"}
     lock.release()
     lock.release()
 
@@ -81,6 +90,33 @@ def test_within_a_process_the_lock_is_counted(tmp_path):
     assert read_lock(tmp_path)[1] is True
     two.release()
     assert read_lock(tmp_path)[1] is False
+
+
+def test_taking_it_again_says_whether_another_process_was_there_in_between(tmp_path):
+    lock = StateDirLock(tmp_path)
+    for expected in (True, False, False):
+        assert lock.acquire() is expected
+        lock.release()
+    assert in_child(lambda: StateDirLock(tmp_path).acquire()) == 0
+    assert lock.acquire() is True
+    lock.release()
+
+
+def test_a_lock_that_cannot_be_written_is_not_held(tmp_path):
+    (tmp_path / "daemon.lock").touch()
+    lock = StateDirLock(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(StoreError, match="cannot be written"):
+            lock.acquire()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not lock.held
+    assert read_lock(tmp_path)[1] is False
+    assert lock.acquire() is True
+    lock.release()
 
 
 def open_files(pid):

@@ -6,6 +6,7 @@ import os
 import signal
 import traceback
 
+from hotswarm.store import directory
 from hotswarm.store.files import FileStore
 from hotswarm.store.retention import Retention
 from support.snapshots import KeySigner, draft, raw, read_back, state
@@ -36,6 +37,11 @@ def leftovers(store):
             needed |= source.stored.packs()
     found = {path.name for folder in (folders.snapshots, folders.packs) for path in folder.iterdir()}
     return {name for name in found - needed if not name.endswith(".pin")}
+
+
+def as_a_new_process():
+    """Forget all that this process knows of any state directory, as a new one would begin."""
+    directory._all.clear()
 
 
 def place_of(store, info, section, index):

@@ -11,6 +11,9 @@ import errno
 import os
 from pathlib import Path
 
+OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""For every file of a state directory: links are not followed, and a pipe that somebody put there does not hang us."""
+
 _libc = ctypes.CDLL(None)
 _open_fds: set[int] = set()
 
@@ -45,7 +48,7 @@ class FileOps:
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         """A tracked descriptor; close it with `close_fd`. Links are not followed."""
-        return track_fd(os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode))
+        return track_fd(os.open(path, flags | OPEN_FLAGS, mode))
 
     def write(self, fd: int, data: bytes | memoryview, offset: int) -> None:
         """Write all of `data` at `offset`, without copying it."""

@@ -88,7 +88,7 @@ class FileStore:
         try:
             with self._shared.writing:
                 self.folders.make()
-                if not self._shared.swept:
+                if not self._shared.swept or self._shared.littered:
                     self._sweep()
                     self._shared.swept = True
         except OSError as error:
@@ -458,7 +458,10 @@ class FileStore:
             self._shared.trusted_packs -= what.packs.keys()
         files = sorted(self.folders.quarantine.iterdir(), key=lambda path: path.lstat().st_mtime_ns)
         for path in files[: max(len(files) - QUARANTINED_FILES, 0)]:
-            self._ops.unlink(path)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                self._ops.unlink(path)
 
     def _sweep(self) -> None:
         """Remove what a crash or failure left: temporaries, packs nobody refers to, pins of nothing, old fetches."""
@@ -481,5 +484,8 @@ class FileStore:
         self._shared.littered = False
 
     def _remove_leftover(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            log.warning("%s is a folder and none of ours; it is left alone", path)
+            return
         log.info("%s was left by a crash or failure; it is removed", path)
         self._ops.unlink(path)

@@ -13,13 +13,14 @@ import fcntl
 import json
 import os
 import secrets
+import stat
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hotswarm.errors import LockedError, StoreError
-from hotswarm.store.fileops import close_fd, make_private_dir, track_fd
+from hotswarm.store.fileops import OPEN_FLAGS, close_fd, make_private_dir, track_fd
 
 LOCK_NAME = "daemon.lock"
 MAX_LOCK_BYTES = 65536
@@ -42,10 +43,12 @@ def read_lock(root: Path) -> tuple[dict[str, Any], bool]:
     """(what daemon.lock says, whether some process holds it). Empty and False when there is none."""
     path = root / LOCK_NAME
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
     except OSError:
         return {}, False
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return {}, False
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             held = False  # nobody holds it exclusively; ours goes with the descriptor
@@ -91,16 +94,24 @@ class StateDirLock:
             fd = self._open(key / LOCK_NAME)
             last = _parse(os.pread(fd, MAX_LOCK_BYTES, 0))
             _held[key] = _Held(fd, os.getpid())
-            self._mine += 1
             mine = {"pid": os.getpid(), "holder": _HOLDER}
-            self._write(key, mine)
+            try:
+                self._write(key, mine)
+            except StoreError:
+                del _held[key]
+                close_fd(fd)
+                raise
+            self._mine += 1
             return {name: last.get(name) for name in mine} != mine
 
     def _open(self, path: Path) -> int:
         try:
-            fd = track_fd(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            fd = track_fd(os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o600))
         except OSError as error:
             raise StoreError(f"{path} cannot be opened: {error.strerror}; check owner and permissions") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            close_fd(fd)
+            raise StoreError(f"{path} is no regular file: remove it")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -20,7 +20,7 @@ from hotswarm.ids import SnapshotId
 from hotswarm.snapshot.chunks import Span
 from hotswarm.snapshot.manifest import Manifest, SectionEntry, SignedManifest
 from hotswarm.snapshot.sections import chunk_digest
-from hotswarm.store.fileops import close_fd, track_fd
+from hotswarm.store.fileops import OPEN_FLAGS, close_fd, track_fd
 from hotswarm.store.packing import batches, run_all
 from hotswarm.store.placement import MAX_STORED_BYTES, StoredManifest
 
@@ -28,8 +28,8 @@ READ_THREADS = 4  # from a cold disk 1.2 s per 1,000 MiB, with two threads 1.5, 
 READ_BATCH_CHUNKS = 8
 THREADS_FROM_BYTES = 4 << 20  # below it threads cost more than they gain
 
-DAMAGE = (errno.EIO, errno.ELOOP, errno.EISDIR)
-"""What says that a file is bad (ELOOP: it is a link). Anything else, like too many open files, is our own trouble."""
+DAMAGE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ESPIPE, errno.ENXIO)
+"""What says that a file is bad (or a link, folder, pipe, socket). Anything else, like too many open files, is not."""
 
 
 def read_stored(path: Path) -> StoredManifest:
@@ -37,7 +37,7 @@ def read_stored(path: Path) -> StoredManifest:
     cannot read it now, which says nothing about the file.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         try:
             data = os.pread(fd, MAX_STORED_BYTES + 1, 0)
         finally:
@@ -53,7 +53,7 @@ def read_stored(path: Path) -> StoredManifest:
 
 def open_pack(path: Path) -> int:
     """A tracked descriptor of a pack under a shared lock. FileNotFoundError when it is gone or being written over."""
-    fd = track_fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+    fd = track_fd(os.open(path, os.O_RDONLY | OPEN_FLAGS))
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         here, there = os.fstat(fd), os.stat(path, follow_symlinks=False)
