@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,15 @@ H = 6
 
 
 @pytest.fixture
-def cluster(short_dir: Path, processes: Any, lighthouse: Callable[..., str]) -> Callable[..., Cluster]:
-    return lambda **options: Cluster(short_dir, lighthouse(**options), processes.start)
+def cluster(short_dir: Path, processes: Any, lighthouse: Callable[..., str]) -> Iterator[Callable[..., Cluster]]:
+    with ExitStack() as ending:
+
+        def make(**options: Any) -> Cluster:
+            made = Cluster(short_dir, lighthouse(**options), processes.start)
+            ending.callback(made.end)
+            return made
+
+        yield make
 
 
 def agree(*events: dict[str, Any]) -> None:
@@ -23,12 +31,20 @@ def agree(*events: dict[str, Any]) -> None:
         assert len({event["digests"][name] for event in events}) == 1, name
 
 
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_replica_replays_its_losses_bit_for_bit_and_joins_the_same_sync(
-    cluster: Callable[..., Cluster],
+    cluster: Callable[..., Cluster], fresh: bool
 ) -> None:
     swarm = cluster(min_replicas=2, join_timeout_ms=40_000)
     go, hold = swarm.root / "go", swarm.root / "hold"
-    common = {"sync_every": 12, "rounds": 3, "start_file": str(go), "config": ALONE, "snapshot_every": 3}
+    common = {
+        "sync_every": 12,
+        "rounds": 3,
+        "start_file": str(go),
+        "config": ALONE,
+        "snapshot_every": 3,
+        "fresh": fresh,
+    }
     survivor = swarm.replica(0, **common)
     victim = swarm.replica(1, hold_file=str(hold), **common)
     for each in (survivor, victim):
@@ -89,7 +105,7 @@ def test_a_replica_that_is_behind_and_finds_no_swarm_leaves_and_unpickles_nothin
 def test_the_bomb_of_the_test_above_is_live_under_torchfts_own_transport(cluster: Callable[..., Cluster]) -> None:
     swarm = cluster(min_replicas=1, join_timeout_ms=500)
     exploded = swarm.root / "exploded"
-    settings = {"sync_every": H, "config": ALONE, "rounds": 10_000, "plain": True}
+    settings = {"sync_every": H, "config": ALONE, "rounds": 10_000, "plain": True, "fresh": True}
     healthy = swarm.replica(0, bomb=str(exploded), step_s=0.1, **settings)
     healthy.wait_for("sync", outer=1)
     late = swarm.replica(1, step_s=0.0, **settings)

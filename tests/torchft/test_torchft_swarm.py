@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,22 @@ H = 10
 
 
 @pytest.fixture
-def cluster(short_dir: Path, processes: Any, lighthouse: Callable[..., str]) -> Callable[..., Cluster]:
+def cluster(short_dir: Path, processes: Any, lighthouse: Callable[..., str]) -> Iterator[Callable[..., Cluster]]:
     """A lighthouse, and for each replica a sidecar daemon that knows the first one."""
 
-    def make(replicas: int, flags: tuple[str, ...] = (), **options: Any) -> Cluster:
-        made = Cluster(short_dir, lighthouse(**options), processes.start)
-        key = made.key()
-        first = made.address_of(0, made.daemon(0, key=key, flags=flags))
-        others = {index: made.daemon(index, key=key, peers=[first], flags=flags) for index in range(1, replicas)}
-        for index, child in others.items():
-            made.address_of(index, child)
-        return made
+    with ExitStack() as ending:
 
-    return make
+        def make(replicas: int, flags: tuple[str, ...] = (), **options: Any) -> Cluster:
+            made = Cluster(short_dir, lighthouse(**options), processes.start)
+            ending.callback(made.end)
+            key = made.key()
+            first = made.address_of(0, made.daemon(0, key=key, flags=flags))
+            others = {index: made.daemon(index, key=key, peers=[first], flags=flags) for index in range(1, replicas)}
+            for index, child in others.items():
+                made.address_of(index, child)
+            return made
+
+        yield make
 
 
 def agree(*events: dict[str, Any]) -> None:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torchft_replica
+
 from hotswarm.swarm.control import ControlClient
+from support.forked import Forked
 
 SWARM_NODE = [sys.executable, "-P", "-m", "hotswarm.cli.main"]
 SCRIPT = Path(__file__).parent / "torchft_replica.py"
@@ -23,7 +26,7 @@ ALONE = {"announce_to_dht": False, "serve_to_peers": False}  # no daemon at all:
 class Running:
     """One life of one replica."""
 
-    child: subprocess.Popen[bytes]
+    child: Forked | subprocess.Popen[bytes]
     path: Path
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
@@ -70,18 +73,30 @@ class Cluster:
         self.root = root
         self.lighthouse = lighthouse
         self._start = start
-        self._lives = 0
+        self.lives: list[Running] = []
 
     def state_dir(self, index: int) -> Path:
         return self.root / f"s{index}"
 
-    def replica(self, index: int, **settings: Any) -> Running:
-        self._lives += 1
-        path = self.root / f"r{index}-{self._lives}.jsonl"
+    def replica(self, index: int, *, fresh: bool = False, **settings: Any) -> Running:
+        """A process with these settings; with `fresh` it is a new interpreter, else a fork that has torch imported."""
+        path = self.root / f"r{index}-{len(self.lives)}.jsonl"
+        path.touch()
         given = {"index": index, "lighthouse": self.lighthouse, "state_dir": str(self.state_dir(index)), **settings}
-        with path.open("wb") as out, path.with_suffix(".log").open("wb") as err:
-            child = self._start([sys.executable, SCRIPT, json.dumps(given)], stdout=out, stderr=err)
-        return Running(child, path)
+        child: Forked | subprocess.Popen[bytes]
+        if fresh:
+            with path.open("wb") as out, path.with_suffix(".log").open("wb") as err:
+                child = self._start([sys.executable, SCRIPT, json.dumps(given)], stdout=out, stderr=err)
+        else:
+            child = Forked(torchft_replica.run, json.dumps(given), path, path.with_suffix(".log"))
+        self.lives.append(Running(child, path))
+        return self.lives[-1]
+
+    def end(self) -> None:
+        """Ends what the test left running; fresh ones and daemons are ended by who started them."""
+        for life in self.lives:
+            if isinstance(life.child, Forked):
+                life.child.end()
 
     def daemon(
         self, index: int, *, key: Path, peers: list[str] | None = None, flags: tuple[str, ...] = ()

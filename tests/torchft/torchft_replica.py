@@ -1,4 +1,4 @@
-"""One replica of the torchft tests, run as a process: `python torchft_replica.py '{json settings}'`.
+"""One replica of the torchft tests: `python torchft_replica.py '{json settings}'`, or `run` in a forked process.
 
 A small MLP with dropout, LambdaLR and a shuffled data order; JSON lines on standard output, as it goes:
 ready, recovered, step (loss as float.hex), sync (sha256 digests of what a swarm shares), left.
@@ -193,12 +193,21 @@ def main(settings: Settings) -> None:
     manager.shutdown(wait=False)
 
 
-if __name__ == "__main__":
-    code = 0
+def run(argument: str) -> None:
+    """Ends the process: 0 at the end of the last round, 3 when the replica left its swarm."""
+    code = 1
     try:
-        main(Settings(**json.loads(sys.argv[1])))
+        main(Settings(**json.loads(argument)))
         say("end")
+        code = 0
     except RecoveryError:
         code = 3
+    except Exception:
+        logging.getLogger(__name__).exception("the replica failed")
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)  # torchft's threads do not end by themselves
+
+
+if __name__ == "__main__":
+    run(sys.argv[1])
