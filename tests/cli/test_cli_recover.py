@@ -93,6 +93,19 @@ def test_with_nobody_there_is_nothing_to_recover(short_dir):
     assert nobody in asked.stdout
 
 
+def test_a_named_peer_that_refuses_is_no_success_because_of_an_own_snapshot(swarm, processes, short_dir):
+    _, first, _ = swarm
+    mine = short_dir / "mine"
+    start_daemon(processes, mine)
+    trainer = LittleTrainer(mine, LittleState())
+    trainer.attach()
+    trainer.session.flush(trainer.capture(1), 30.0)
+    trainer.session.close()
+    assert run_cli("recover", "--state-dir", mine).returncode == 0
+    done = run_cli("recover", "--from", first, "--state-dir", mine)  # the key was forgotten
+    assert done.returncode == 12, done.stdout + done.stderr
+
+
 def test_the_wrong_key_exits_12(swarm, short_dir):
     _, first, second = swarm
     other = key_file(short_dir, "other.key")

@@ -327,3 +327,17 @@ def test_whatever_the_answers_the_choice_is_served_by_someone_and_never_goes_bac
     else:
         assert decision.action in ("resume", "own", "fresh")
         assert (decision.local is not None) == (decision.action != "fresh")
+
+
+def test_a_round_that_the_swarm_has_left_is_not_resumed() -> None:
+    own = own_state(same(9, 8))
+    inside = [peer("a", same(9, 8)), peer("b", same(9, 8))]
+    past = [peer("a", same(9, 8), clock=10), peer("b", same(9, 8), clock=10)]  # they are still writing what came of it
+    assert ask(inside, own).action == "resume"
+    assert ask(past, own, may_wait=True).wait
+    decision = ask(past, own)
+    assert (decision.action, decision.state) == ("outer", OuterState(9, digest("S9")))
+    one_of_them = [peer("a", same(9, 8), clock=10), peer("b", same(9, 8))]
+    assert ask(one_of_them, own).action == "outer"
+    a_liar = [*inside, peer("c", same(9, 8), clock=1_000_000)]
+    assert ask(a_liar, own).action == "resume"

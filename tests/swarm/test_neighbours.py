@@ -112,6 +112,45 @@ def test_a_search_that_finds_nobody_ends_and_says_who_did_not_answer(
     run(work())
 
 
+def test_a_node_that_comes_back_under_another_id_replaces_the_old_one(short_dir: Path) -> None:
+    async def work() -> None:
+        async with joiner(short_dir / "old") as old:
+            address = listen(old)
+            watcher = joiner(short_dir / "w", address)
+            watching = await watcher.__aenter__()
+            assert await found(watching) == {old.identity.node_id}
+        async with joiner(short_dir / "new", listen=address) as new:
+            around = watching.swarm._neighbours
+            await around.describe(address, old.identity.node_id, 5)  # as it is asked every ten seconds
+            assert await found(watching) == {new.identity.node_id}
+            for _ in range(2):
+                await around.describe(address, old.identity.node_id, 5)
+                assert [known.node for known in around.all()] == [new.identity.node_id]
+                assert (around.refused, around.problems()) == ({}, {})
+                assert watching.swarm.status()["health"] == []
+        await watcher.__aexit__(None, None, None)
+
+    run(work())
+
+
+def test_a_node_that_reaches_none_of_its_peers_is_not_well(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "ALONE_S", 0.5)
+
+    async def work() -> None:
+        async with joiner(short_dir / "j", "127.0.0.1:1") as joined:
+            await found(joined)
+            (reason,) = joined.swarm.status()["health"]
+            assert "no peer answers" in reason
+            assert "127.0.0.1:1" in reason
+            outcome = await joined.recover(mode="auto", timeout_s=1.0)
+            assert outcome.action == "fresh"
+            assert "no peer answered (127.0.0.1:1: " in outcome.report.reason
+        async with joiner(short_dir / "k") as joined:
+            assert joined.swarm.status()["health"] == []
+
+    run(work())
+
+
 def test_peers_that_were_met_are_found_again_without_any_seed(short_dir: Path) -> None:
     async def work() -> None:
         async with donors_here(short_dir, {"name": "a"}) as (a,):

@@ -137,10 +137,14 @@ def _peer_rows(found: Iterable[Json]) -> Iterable[tuple[str, ...]]:
             str(peer.get("node") or "-")[:12],
             str(peer.get("name", "")),
             str(addresses[0]) if addresses else "",
-            str(clock.get("outer_step", peer.get("outer_step", "-"))),
-            str(clock.get("inner_step", peer.get("inner_step", "-"))),
+            _number(clock.get("outer_step", peer.get("outer_step"))),
+            _number(clock.get("inner_step", peer.get("inner_step"))),
             str(state),
         )
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 # ---------------------------------------------------------------- the store
@@ -256,6 +260,7 @@ def _verified(settings: Settings, info: SnapshotInfo) -> Json:
         if client is not None:  # the daemon looks for itself, and puts it into quarantine
             with contextlib.suppress(HotswarmError):
                 client.verify(info.snapshot_id)
+            error += "; it is in quarantine now, and listed no more"
     except StoreError as failure:
         raise ControlError(f"snapshot {info.snapshot_id} cannot be checked: {failure}") from None
     return {"snapshot_id": info.snapshot_id, "bytes": info.bytes, "error": error}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -44,8 +44,10 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableTy
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
+    for number, column in enumerate(columns):
+        side: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        last = number == len(columns) - 1  # it may hold a sentence
+        made.add_column(column.lstrip(">"), justify=side, no_wrap=not last, overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from hotswarm.errors import NoSnapshot, Stale, Unconfirmed
 from hotswarm.swarm.agreement import OuterState, Verdict, judge
+from hotswarm.swarm.clocks import swarm_clock
 from hotswarm.swarm.model import ActionName, AgreementName, Description, InnerName, InnerSource, Offer, RecoverRequest
 
 ADOPT_MAX_ROUND_SHARE = 0.10  # inner="auto" adopts moments when that takes less of a round than this (design.md §4)
@@ -195,6 +196,9 @@ def _resume_applies(verdict: Verdict, own: OwnState) -> bool:
         return False
     if mine.outer_step > state.outer_step:
         return True
+    clock = swarm_clock(verdict.voters, own.vouchers)
+    if clock is not None and clock.outer_step > mine.outer_step:
+        return False  # its round is over, though nobody can serve what came of it yet
     # Nobody outvotes this node's digest: equal, or a swarm whose members compute different ones, or one against one.
     return mine.outer_digest == state.digest or verdict.agreement != "agreed"
 

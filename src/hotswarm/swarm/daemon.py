@@ -74,6 +74,7 @@ def run(config: NodeConfig, *, ready_fd: int | None = None, spawned: bool = Fals
     """
     import uvloop
 
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # every refused handshake is a line on stderr otherwise; ours tell
     tune_allocator()
     try:
         with _no_certificates():

@@ -189,6 +189,9 @@ class Neighbours:
         known.answered_at = time.monotonic()
         known.failures, known.problem = 0, ""
         self._problems.pop(address, None)
+        self.refused.pop(address, None)
+        for other in [n.node for n in self._known.values() if n.node != node and n.problem and address in n.addresses]:
+            self._forget(other)
         if address in self._static:
             self._at[address] = node
         self._note(node, address)
@@ -196,9 +199,21 @@ class Neighbours:
             del self._known[min(self._known.values(), key=lambda n: n.answered_at).node]
         return description
 
+    def _lives_there(self, address: str, other_than: NodeId) -> bool:
+        """Whether this node itself, or another one that answers, is at that address."""
+        others = (known for known in self._known.values() if known.node != other_than and not known.failures)
+        return address in self._own_addresses() or any(known.addresses[:1] == [address] for known in others)
+
+    def _forget(self, node: NodeId) -> None:
+        self._known.pop(node, None)
+        self.refused.pop(node, None)
+
     def _failed(self, address: str, node: NodeId | None, error: HotswarmError) -> None:
         reason = error.evidence if isinstance(error, PeerMisbehaved) else str(error)
         if isinstance(error, NotAuthorised):
+            if node is not None and self._lives_there(address, node):
+                self._forget(node)  # a machine that lost its key came back under another id
+                return
             self.refused[node or address] = reason
         known = self._known.get(node) if node is not None else None
         if known is None:
@@ -217,6 +232,11 @@ class Neighbours:
     # ------------------------------------------------------------ sources
 
     @property
+    def alone(self) -> bool:
+        """Whether there are configured peers and nobody at all answers."""
+        return bool(self._problems) and not any(known.failures == 0 for known in self._known.values())
+
+    @property
     def all_refuse(self) -> bool:
         """Whether everyone who could be reached refuses this node's key."""
         return bool(self.refused) and not any(known.failures == 0 for known in self._known.values())
@@ -231,7 +251,7 @@ class Neighbours:
         if self._directory is not None:
             for relayed in self._directory.known():
                 found += self.of_record(relayed, "dht")
-        return [item for item in found if not self._is_me(item[0], item[1])]
+        return [item for item in found if not self.is_me(item[0], item[1])]
 
     def of_record(self, relayed: Relayed, source: str) -> list[tuple[str, NodeId | None, str]]:
         """Where a record says that its signer is."""
@@ -242,7 +262,8 @@ class Neighbours:
         """Whether the configuration names this address."""
         return address in self._static
 
-    def _is_me(self, address: str, node: NodeId | None) -> bool:
+    def is_me(self, address: str, node: NodeId | None) -> bool:
+        """Whether that is this node itself."""
         return node == self._node_id or address in self._own_addresses()
 
     @property
@@ -264,7 +285,7 @@ class Neighbours:
         self._directory.add_records(from_proto(told))
         signers = {record.public_key for record in told}
         found = [r for r in self._directory.known() if r.signed.public_key in signers]
-        return [item for r in found for item in self.of_record(r, "exchange") if not self._is_me(item[0], item[1])]
+        return [item for r in found for item in self.of_record(r, "exchange") if not self.is_me(item[0], item[1])]
 
     async def keep_fresh(self) -> None:
         """For ever: search at once, then ask everyone again now and then, and trade records with one of them.
@@ -273,6 +294,8 @@ class Neighbours:
         """
         with contextlib.suppress(NotAuthorised):  # kept in `refused`
             await self.search(SEARCH_S)
+        if self.alone:
+            log.warning("no peer answers: %s", "; ".join(f"{who}: {why}" for who, why in self.problems().items()))
         pause_s = FIRST_REFRESH_S
         while True:
             alone = all(known.failures for known in self._known.values())
@@ -361,6 +384,8 @@ class _Search:
 
     def _dial(self, places: Iterable[tuple[str, NodeId | None, str]]) -> None:
         for address, node, _ in places:
+            if self._around.is_me(address, node):
+                continue
             known_there = any(address == dialled for dialled, _ in self._dialled)
             if (address, node) not in self._dialled and (node is not None or not known_there):
                 self._dialled.add((address, node))

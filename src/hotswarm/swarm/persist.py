@@ -127,9 +127,9 @@ class Persister:
                 async with asyncio.timeout_at(deadline), self._progress:
                     await self._progress.wait()
             except TimeoutError:
+                why = "the disk is slow or busy" if self._arena is not None else "no trainer has given it here yet"
                 raise ControlError(
-                    f"capture {seq} is not durable after {timeout_s:g} s; the disk is slow or busy, "
-                    "and the daemon goes on trying"
+                    f"capture {seq} is not durable after {timeout_s:g} s: {why}; the daemon goes on trying"
                 ) from None
         if isinstance(result, HotswarmError):
             raise result

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hotswarm.errors import HotswarmError, NotAuthorised, PeerUnavailable, RecoveryError, StoreError
 from hotswarm.snapshot.manifest import SignedManifest
@@ -60,6 +60,9 @@ class Rejoin:
                 raise (problem or error) from error
             if decision.action == "fresh":
                 await self._name_other_model(answers)
+            if not answers and self.ledger.rejected:
+                silent = "; ".join(f"{who}: {why}" for who, why in self.ledger.rejected.items())
+                decision = replace(decision, reason=f"{decision.reason}; no peer answered ({silent})")
             if self.request.dry_run or not (decision.outer_donors or decision.inner):
                 if problem is not None and decision.action == "fresh":
                     raise problem  # there is a state to go on from; starting over would be a choice, and not ours
@@ -92,7 +95,8 @@ class Rejoin:
                 return [await self.neighbours.ask_peer(self.request.peer, self.request.timeout_s)]
             found = await self.neighbours.search(self.request.timeout_s)
         except NotAuthorised:
-            if self.request.mode != "auto" or (await self._own()).newest is None:
+            asked_for = self.request.peer is not None
+            if asked_for or self.request.mode != "auto" or (await self._own()).newest is None:
                 raise
             return []  # the own snapshot is better than none; status and log say what is wrong
         finally:

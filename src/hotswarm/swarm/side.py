@@ -267,6 +267,9 @@ class Swarm:
         slots = self._servicer.slots if self._servicer is not None else Slots(self._config.upload_slots)
         refused = self._neighbours.refused
         reasons = list(self._health.values())
+        if self._neighbours.alone and not refused:
+            silent = "; ".join(f"{who}: {why}" for who, why in self._neighbours.problems().items())
+            reasons.append(f"no peer answers, so nobody could help this node after a loss: {silent}")
         reasons += [f"{who} refuses this node: {why}" for who, why in refused.items()]
         served = self._servicer
         return {
