@@ -48,6 +48,10 @@ class ManifestError(HotswarmError):
     exit_code = 13
 
 
+class NewerFormat(ManifestError):
+    """A manifest in a format that only a later version of hotswarm reads. It is not damaged."""
+
+
 class CaptureError(LocalFailure):
     """The training state holds something that cannot be captured; the message names its path and type."""
 

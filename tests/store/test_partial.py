@@ -10,7 +10,8 @@ import pytest
 
 from hotswarm.errors import IntegrityError, StoreError
 from hotswarm.snapshot.manifest import SignedManifest
-from hotswarm.store.files import PARTIAL_KEEP_S, FileStore
+from hotswarm.store.damage import PARTIAL_KEEP_S
+from hotswarm.store.files import FileStore
 from hotswarm.store.partial import PartialSection
 from hotswarm.store.retention import Retention
 from support.faults import CountedOps, HalfWrites

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
+from hotswarm._proto import recovery_pb2 as pb
 from hotswarm.errors import IntegrityError, StoreError
+from hotswarm.store.damage import QUARANTINE_KEEP_S
 from hotswarm.store.files import FileStore
 from hotswarm.store.lock import read_lock
 from support.snapshots import draft, raw, read_back, state
@@ -207,6 +210,65 @@ def test_nan_payloads_and_odd_bytes_survive(tmp_path):
         with pytest.raises(StoreError):
             store.delete(source.snapshot_id)
     assert raw(state(1)) == raw(state(1))
+
+
+def test_the_packs_of_a_damaged_manifest_go_along_to_quarantine(tmp_path):
+    for number, damage in enumerate(("flip", "cut", "empty")):
+        root = tmp_path / f"{number}"
+        with small_store(root) as store:
+            write(store, 1)
+            newest = write(store, 2)
+            names = {path.name for path in packs_of(store, newest)}
+        data = newest.path.read_bytes()
+        if damage == "flip":
+            flip(newest.path, len(data) - 40)
+        else:
+            newest.path.write_bytes(data[: len(data) // 2] if damage == "cut" else b"")
+        for _ in range(2):
+            as_a_new_process()
+            with small_store(root) as store:
+                assert [one.training_step for one in store.snapshots()] == [1]
+                assert leftovers(store) == set()
+                assert {path.name for path in store.folders.quarantine.iterdir()} == {*names, newest.path.name}
+
+
+def test_old_quarantine_is_cleared_away(tmp_path):
+    with small_store(tmp_path) as store:
+        store.quarantine(write(store, 1).snapshot_id, "by hand")
+        for path in store.folders.quarantine.iterdir():
+            stamp = path.stat().st_mtime - QUARANTINE_KEEP_S - 60
+            os.utime(path, (stamp, stamp))
+        store.scan()
+        assert list(store.folders.quarantine.iterdir()) == []
+
+
+def test_a_snapshot_of_a_newer_version_is_left_as_it_is(tmp_path):
+    with small_store(tmp_path) as store:
+        write(store, 1)
+        newer = write(store, 2)
+        store.pin(newer.snapshot_id)
+        names = {path.name for path in packs_of(store, newer)}
+        message = pb.StoredManifest.FromString(newer.path.read_bytes()[:-32])
+        signed = pb.SignedManifest.FromString(message.signed)
+        body = pb.Manifest.FromString(signed.body)
+        body.format = 2
+        signed.body = body.SerializeToString()
+        signed.signature = SIGNER.sign(b"hotswarm-manifest-v1\0" + signed.body)
+        message.signed = signed.SerializeToString()
+        data = message.SerializeToString()
+        newer.path.write_bytes(data + blake3(data).digest())
+        before = newer.path.read_bytes()
+    as_a_new_process()
+    with small_store(tmp_path) as store:
+        assert store.newest().training_step == 1
+        assert "newer version" in store.health[0]
+        for step in range(3, 9):
+            write(store, step)
+        store.scan()
+        assert newer.path.read_bytes() == before
+        assert names <= {path.name for path in store.folders.packs.iterdir()}
+        assert (newer.path.parent / f"{newer.snapshot_id}.pin").exists()
+        assert list(store.folders.quarantine.iterdir()) == []
 
 
 def make_odd(kind, path):

@@ -49,7 +49,7 @@ from blake3 import blake3
 from google.protobuf.message import DecodeError
 
 from hotswarm._proto import recovery_pb2 as pb
-from hotswarm.errors import ConfigError, ManifestError
+from hotswarm.errors import ConfigError, ManifestError, NewerFormat
 from hotswarm.ids import Digest, NodeId, SnapshotId, check_run, is_node_id
 from hotswarm.snapshot import values
 from hotswarm.snapshot.chunks import SectionLayout, layout
@@ -275,7 +275,8 @@ def parse_message(body: bytes) -> pb.Manifest:
     except DecodeError as error:
         raise ManifestError(f"these bytes are no manifest: {error}") from error
     if message.format != FORMAT:
-        raise ManifestError(f"the manifest has format {message.format}; this version reads format {FORMAT}")
+        kind = NewerFormat if message.format > FORMAT else ManifestError
+        raise kind(f"the manifest has format {message.format}; this version reads format {FORMAT}")
     return message
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hotswarm.errors import IntegrityError, ManifestError, StoreError
+from hotswarm.errors import IntegrityError, ManifestError, NewerFormat, StoreError
 from hotswarm.ids import SnapshotId
 from hotswarm.snapshot.manifest import SignedManifest
 from hotswarm.store.base import SnapshotInfo
@@ -92,6 +92,8 @@ class Problem:
     name: str
     stamp: Stamp
     reason: str
+    newer: bool
+    """Not damaged: a later version wrote it. It stays where it is."""
 
 
 @dataclass
@@ -171,7 +173,7 @@ class Shared:
         except FileNotFoundError:
             return None  # deleted by the lock's holder since it was listed
         except (ManifestError, IntegrityError) as error:
-            return Problem(name, stamp, str(error))
+            return Problem(name, stamp, str(error), isinstance(error, NewerFormat))
         except OSError as error:
             raise StoreError(f"{self.folders.packs} cannot be read: {error.strerror}") from error
         self.remember(stored)

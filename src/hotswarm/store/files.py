@@ -30,6 +30,7 @@ from hotswarm.snapshot.manifest import SectionEntry, SignedManifest
 from hotswarm.snapshot.signing import Signer
 from hotswarm.store.base import Clock, SnapshotInfo, SystemClock
 from hotswarm.store.commit import Undo, fetch_placements, write_sections
+from hotswarm.store.damage import packs_named_in, sweep, to_quarantine
 from hotswarm.store.directory import (
     PIN_SUFFIX,
     TMP_SUFFIX,
@@ -43,16 +44,14 @@ from hotswarm.store.directory import (
 from hotswarm.store.fileops import FileOps, close_fd
 from hotswarm.store.lock import StateDirLock
 from hotswarm.store.partial import PartialSection
-from hotswarm.store.placement import PACK_NAME, StoredManifest, id_of_file
+from hotswarm.store.placement import StoredManifest, id_of_file
 from hotswarm.store.retention import Retention
 from hotswarm.store.source import FileSource
 from hotswarm.store.spare import retire_pack
 
-PARTIAL_KEEP_S = 24 * 3600
 LEASE_TOTAL_S = 600
 FETCHED_HOLD_S = 600  # what was fetched is there to be restored: no quota takes it before that
 LEASED_SNAPSHOTS = 2
-QUARANTINED_FILES = 12  # for people to look at; the oldest go first
 
 
 class FileStore:
@@ -213,9 +212,11 @@ class FileStore:
     def _damaged(self, what: Entry | Problem, reason: str) -> None:
         key = f"damaged {what.name}"
         if key not in self._shared.health:
-            self._shared.health[key] = f"snapshot {what.name} is damaged: {reason}"
-            log.warning("snapshot %s is damaged, an older one is used: %s", what.name, reason)
-        if self.lock.held:
+            newer = isinstance(what, Problem) and what.newer
+            state = "is of a newer version" if newer else "is damaged"
+            self._shared.health[key] = f"snapshot {what.name} {state}: {reason}"
+            log.warning("snapshot %s %s, an older one is used: %s", what.name, state, reason)
+        if self.lock.held and not (isinstance(what, Problem) and what.newer):
             # Where even that fails, the snapshot stays where it is, unused; the health report has both.
             with contextlib.suppress(StoreError), self._shared.writing, self._reporting("quarantine"):
                 self._to_quarantine(what)
@@ -430,7 +431,7 @@ class FileStore:
 
     def _retire(self, packs: Mapping[str, int]) -> None:
         """Packs that no manifest refers to any more become spare or go."""
-        needed = {pack for entry in self._entries() for pack in entry.packs}
+        needed, _ = self._needed()
         for pack in packs:
             if pack not in needed:
                 self._shared.trusted_packs.discard(pack)
@@ -444,48 +445,28 @@ class FileStore:
         self._damaged(self._entry(snapshot_id), reason)
 
     def _to_quarantine(self, what: Entry | Problem) -> None:
-        source = self.folders.snapshots / what.name
-        if not source.exists():
+        path = self.folders.snapshots / what.name
+        if not path.exists():
             return
-        self._ops.replace(source, self.folders.quarantine / what.name)
-        self._ops.sync_dir(self.folders.snapshots)
-        if isinstance(what, Entry):
-            entries, _ = self._shared.entries(self.run)
-            needed = {pack for entry in entries for pack in entry.packs}
-            for pack in what.packs.keys() - needed:
-                if (self.folders.packs / pack).exists():
-                    self._ops.replace(self.folders.packs / pack, self.folders.quarantine / pack)
-            self._shared.trusted_packs -= what.packs.keys()
-        files = sorted(self.folders.quarantine.iterdir(), key=lambda path: path.lstat().st_mtime_ns)
-        for path in files[: max(len(files) - QUARANTINED_FILES, 0)]:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                self._ops.unlink(path)
+        named = frozenset(what.packs) if isinstance(what, Entry) else packs_named_in(path)
+        packs, _ = self._needed(but=what.name)
+        to_quarantine(self.folders, what.name, named - packs, self._ops)
+        self._shared.trusted_packs -= named
+        self._shared.littered = self._shared.littered or not named
+
+    def _needed(self, but: str = "") -> tuple[set[str], set[SnapshotId]]:
+        """(packs, ids) of all snapshots, those of a newer format included; `but` is the name of one to leave out."""
+        entries, problems = self._shared.entries(self.run)
+        packs = {pack for entry in entries if entry.name != but for pack in entry.packs}
+        ids = {entry.info.snapshot_id for entry in entries}
+        for problem in problems:
+            if problem.newer and problem.name != but:
+                packs |= packs_named_in(self.folders.snapshots / problem.name)
+                ids |= {snapshot_id for snapshot_id in [id_of_file(problem.name)] if snapshot_id}
+        return packs, ids
 
     def _sweep(self) -> None:
-        """Remove what a crash or failure left: temporaries, packs nobody refers to, pins of nothing, old fetches."""
-        entries = self._entries()
-        needed = {pack for entry in entries for pack in entry.packs}
-        ids = {entry.info.snapshot_id for entry in entries}
-        for path in self.folders.snapshots.iterdir():
-            orphan = path.name.endswith(PIN_SUFFIX) and path.name.removesuffix(PIN_SUFFIX) not in ids
-            if orphan or path.name.endswith(TMP_SUFFIX):
-                self._remove_leftover(path)
-            elif not path.name.endswith(PIN_SUFFIX) and id_of_file(path.name) is None:
-                log.warning("%s is no file of ours; it is left alone", path)
-        for path in self.folders.packs.iterdir():
-            if PACK_NAME.fullmatch(path.name) and path.name not in needed:
-                self._remove_leftover(path)
-        for path in self.folders.partial.iterdir():
-            newest = max((item.lstat().st_mtime for item in path.iterdir()), default=0.0) if path.is_dir() else 0.0
-            if self._clock.wall_ms() / 1000 - newest > PARTIAL_KEEP_S:
-                shutil.rmtree(path, ignore_errors=True)
+        self._entries()  # damaged ones go to quarantine first
+        packs, ids = self._needed()
+        sweep(self.folders, self._ops, packs=packs, ids=ids, wall_s=self._clock.wall_ms() / 1000)
         self._shared.littered = False
-
-    def _remove_leftover(self, path: Path) -> None:
-        if path.is_dir() and not path.is_symlink():
-            log.warning("%s is a folder and none of ours; it is left alone", path)
-            return
-        log.info("%s was left by a crash or failure; it is removed", path)
-        self._ops.unlink(path)

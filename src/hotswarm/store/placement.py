@@ -146,6 +146,19 @@ def nowhere(entry: SectionEntry) -> SectionPlacement:
     return SectionPlacement("", "", (ABSENT,) * len(entry.chunk_digests))
 
 
+def named_packs(data: bytes) -> frozenset[str]:
+    """The packs that the bytes of a stored manifest name, though they may be damaged; what else they say is not
+    believed.
+    """
+    message = pb.StoredManifest()
+    try:
+        message.ParseFromString(data[:-32])
+    except DecodeError:
+        return frozenset()
+    names = {name for placement in message.placements for name in (placement.pack, placement.shared_pack)}
+    return frozenset(name for name in names if PACK_NAME.fullmatch(name))
+
+
 def id_of_file(name: str) -> SnapshotId | None:
     """The snapshot id in the name of a stored manifest, or None for another name."""
     match = MANIFEST_NAME.fullmatch(name)

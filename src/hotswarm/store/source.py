@@ -36,6 +36,11 @@ def read_stored(path: Path) -> StoredManifest:
     """The stored manifest in a file. FileNotFoundError; ManifestError when it is damaged; StoreError when this process
     cannot read it now, which says nothing about the file.
     """
+    return StoredManifest.parse(read_stored_bytes(path))
+
+
+def read_stored_bytes(path: Path) -> bytes:
+    """What such a file holds. Errors as in `read_stored`."""
     try:
         fd = os.open(path, os.O_RDONLY | OPEN_FLAGS)
         try:
@@ -48,7 +53,7 @@ def read_stored(path: Path) -> StoredManifest:
         if error.errno in DAMAGE:
             raise ManifestError(f"{path} cannot be read: {error.strerror}") from error
         raise StoreError(f"{path} cannot be read: {error.strerror}") from error
-    return StoredManifest.parse(data)
+    return data
 
 
 def open_pack(path: Path) -> int:
