@@ -83,6 +83,12 @@ def test_the_round_before_is_kept_besides():
     assert doomed(Retention(max_hot=1), plain) == [0, 1, 2]
 
 
+def test_the_last_state_of_another_model_is_not_pushed_out():
+    infos = [replace(info(n), arch=bytes([n // 3]), time_ms=n) for n in range(15)]
+    assert doomed(Retention(max_hot=2), infos) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 12]
+    assert doomed(Retention(max_hot=2, max_bytes=20), infos) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 8, 11]
+
+
 def test_bytes_count_each_pack_once_and_the_oldest_go_first():
     infos = [info(n) for n in range(4)]
     packs = {one.snapshot_id: {"shared": 100, one.snapshot_id: 10} for one in infos}

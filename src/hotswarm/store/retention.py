@@ -5,7 +5,8 @@ are the newest snapshot that can be restored, the newest such one of this node's
 pinned snapshots, those that are being read or served, and one just fetched.
 
 Kept besides, as long as the bytes allow, is the newest snapshot with the outer section of the round before, where none
-of the others has it: neighbours that are one round behind can then still be served.
+of the others has it: neighbours that are one round behind can then still be served. And the last state of the other
+two models that were trained here most recently: a run with another model in the same folder is often a mistake.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 from hotswarm.ids import SnapshotId
 from hotswarm.store.base import SnapshotInfo
+
+OTHER_MODELS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class Retention:
         """Ids to delete, oldest first. `snapshots` oldest first; `packs`: the bytes of each pack a snapshot needs."""
         safe = set(protected) | self._never(snapshots)
         kept = {info.snapshot_id for kind in ("hot", "cold", "recovery") for info in self._newest(snapshots, kind)}
-        kept |= _round_before(snapshots, kept | safe)
+        kept |= _round_before(snapshots, kept | safe) | _other_models(snapshots)
         gone = [info.snapshot_id for info in snapshots if info.snapshot_id not in kept | safe]
         if self.max_bytes is not None:
             left = [info.snapshot_id for info in snapshots if info.snapshot_id not in gone]
@@ -65,6 +68,13 @@ def _round_before(snapshots: Sequence[SnapshotInfo], kept: Collection[SnapshotId
     if not before or any(info.outer_step == before[-1].outer_step and info.snapshot_id in kept for info in before):
         return set()
     return {before[-1].snapshot_id}
+
+
+def _other_models(snapshots: Sequence[SnapshotInfo]) -> set[SnapshotId]:
+    """The newest own snapshot of each model but the one that was captured last, of two such models at most."""
+    newest = {info.arch: info for info in snapshots if info.own and info.restorable}
+    by_time = sorted(newest.values(), key=lambda info: (info.time_ms, info.seq))
+    return {info.snapshot_id for info in by_time[-1 - OTHER_MODELS : -1]}
 
 
 def _union_bytes(packs: Mapping[SnapshotId, Mapping[str, int]], ids: Sequence[SnapshotId]) -> int:
