@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotswarm.position import Position, join_position
+from hotswarm.position import LONGEST_ROUND, Position, join_position
 from hotswarm.swarm.model import LiveClock
 
 SNAPSHOT = Position(outer_step=7, inner_step=3, training_step=703)  # H = 100
@@ -40,6 +41,27 @@ def test_the_clocks_own_round_length_serves_where_the_engine_knows_none() -> Non
     assert join_position(SNAPSHOT, clock, 0, 5.0) == Position(7, 99, 799)
 
 
+@pytest.mark.parametrize("length", [100, 0])
+@pytest.mark.parametrize(
+    "clock",
+    [
+        LiveClock(7, 4, 4_000_000_000_000_000, 1.0, 5),
+        LiveClock(7, 1 << 62, 1 << 62, 1.0, 1 << 62),
+        LiveClock(7, 4, 704, 1e308, 100),
+        LiveClock(7, 4, 704, float("inf"), 100),
+        LiveClock(7, 4, 704, float("nan"), 100),
+        LiveClock(7, 4, 704, -1e308, 100),
+        LiveClock(7, -(1 << 62), 0, 1.0, -5),
+        LiveClock(1 << 62, 4, 0, 1.0, 1 << 62),
+    ],
+)
+def test_a_clock_that_lies_moves_nobody_out_of_the_round(clock: LiveClock, length: int) -> None:
+    start = join_position(SNAPSHOT, clock, length, 1.0)
+    assert start.outer_step == 7
+    assert 0 <= start.inner_step < (length or LONGEST_ROUND)
+    assert start.training_step == 700 + start.inner_step
+
+
 @given(
     inner=st.integers(0, 200),
     rate=st.floats(0.0, 1e4),
@@ -54,6 +76,6 @@ def test_the_position_always_lies_in_the_round(
     start = join_position(Position(7, 0, 7 * length), clock, length, elapsed)
     assert start.outer_step == 7
     assert 0 <= start.inner_step < length
+    assert start.training_step == 7 * length + start.inner_step
     if outer == 7:
         assert start.inner_step >= min(inner + 1, length - 1)
-        assert start.training_step == 7 * length + start.inner_step

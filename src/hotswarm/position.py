@@ -3,6 +3,9 @@
 A joiner that restores the outer state of a round trains only what is left of it, because the others will not wait for
 more: arriving late at the sync means that they go on without it. So it starts at the position where the others are
 *now*, and a little ahead, for what it still has to do before its first step; arriving early costs it only waiting.
+
+A clock is one member's word. It decides the position *within* the round and nothing else: where the round began is what
+the restored snapshot says, and the position never leaves the round.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 
 from hotswarm.swarm.model import LiveClock
 
+LONGEST_ROUND = 100_000  # steps; the bound where the engine does not know its own round's length
 MARGIN_S = 0.5  # from the last look at the clock to the first step: setting counters, first-step warm-up of the kernels
 
 
@@ -35,13 +39,12 @@ def join_position(
     began = snapshot.training_step - snapshot.inner_step  # where training stood when this round began
     if clock is None or clock.outer_step < snapshot.outer_step:
         return Position(snapshot.outer_step, 0, began)
+    length = round_length or min(clock.round_length, LONGEST_ROUND)
+    last = (length or LONGEST_ROUND) - 1
     if clock.outer_step > snapshot.outer_step:
-        live = clock.round_length or round_length  # they are past it: nothing of this round is left but the sync
+        live = last if length else 0  # they are past it: nothing of this round is left but the sync
     else:
-        ahead = math.ceil(max(clock.steps_per_s, 0.0) * (max(elapsed_s, 0.0) + margin_s))
-        live = clock.inner_step + max(ahead, 1)
-        if clock.training_step >= clock.inner_step:
-            began = clock.training_step - clock.inner_step
-    length = round_length or clock.round_length
-    inner = max(0, min(live, length - 1)) if length else max(0, live)
+        ahead = clock.steps_per_s * (max(elapsed_s, 0.0) + margin_s)
+        live = clock.inner_step + (max(math.ceil(min(ahead, last)), 1) if math.isfinite(ahead) else 1)
+    inner = max(0, min(live, last))
     return Position(snapshot.outer_step, inner, began + inner)

@@ -115,18 +115,20 @@ class SwarmCheckpointTransport(CheckpointTransport[Any]):  # type: ignore[misc] 
         return self.PREFIX + node
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        """Makes sure that a snapshot of outer step `step` is there for the joiners; they fetch it themselves.
+        """Copies a snapshot of outer step `step` for the joiners, who fetch it once it is written.
 
-        A failure is logged, not raised: raising would make this healthy replica discard its own round as well.
+        Neither waits for a disk or a daemon nor raises: that would make this healthy replica discard its own round.
         """
-        adapter, checkpointer = self._bound()
         self.sent += 1
         log.info("replicas %s are to be healed to step %d", dst_ranks, step)
-        if checkpointer.hot_snapshots and checkpointer.hot_snapshots[-1].outer_step == step:
-            return
-        with adapter.standing_in():
-            if checkpointer.force_snapshot() is None:
-                log.warning("no snapshot of step %d for the joiners: %s", step, checkpointer.last_error)
+        try:
+            adapter, checkpointer = self._bound()
+            with adapter.standing_in():
+                handle = checkpointer.snapshot()
+            if handle.done:  # already: it failed, or the disk was quick
+                handle.result()
+        except Exception as error:  # noqa: BLE001 - see above
+            log.warning("no snapshot of step %d for the joiners: %s", step, error)
 
     def disallow_checkpoint(self) -> None:
         """Nothing to do: snapshots are copies."""

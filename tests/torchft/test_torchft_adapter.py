@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -17,11 +19,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
+from torchft_cluster import SWARM_NODE
 
 from hotswarm import CheckpointConfig, SpeculativeCheckpointer
 from hotswarm.capture.diloco import Counters
 from hotswarm.diloco import ExactNesterov
 from hotswarm.errors import CaptureError, ConfigError, Incompatible, RecoveryError
+from hotswarm.swarm.control import ControlClient
 from hotswarm.torchft import SwarmCheckpointTransport, TorchftAdapter, attach
 
 H = 4
@@ -331,3 +335,37 @@ def test_a_transport_that_is_not_attached_says_so() -> None:
 )
 def test_a_peers_metadata_is_a_hint_of_one_form_only(metadata: str, peer: str | None) -> None:
     assert SwarmCheckpointTransport()._peer(metadata) == peer
+
+
+def test_a_donor_whose_daemon_hangs_does_not_hold_up_its_own_round(
+    replica: Callable[..., Replica], short_dir: Path, processes: Any, wait_until: Callable[..., object]
+) -> None:
+    r = replica()
+    r.adapter.detach()
+    daemon = processes.start([*SWARM_NODE, "serve", "--state-dir", short_dir, "--listen", "127.0.0.1:0"])
+
+    def answers() -> bool:
+        client = ControlClient.find(short_dir)
+        return client is not None and client.status()["pid"] == daemon.pid
+
+    wait_until(answers, 30, "the daemon")
+    config = CheckpointConfig(checkpoint_dir=short_dir, auto_fetch_on_start=False, snapshot_interval=3600.0)
+    checkpointer = SpeculativeCheckpointer(r.model, r.inner, config=config)
+    adapter = attach(r.manager, r.diloco, checkpointer)
+    transport = r.manager._checkpoint_transport
+    checkpointer.start()
+    try:
+        for step in range(H):
+            r.step(step)
+        checkpointer.step()
+        transport.send_checkpoint([1], 1, None, timedelta(seconds=5))
+        wait_until(lambda: [m.outer_step for m in checkpointer.hot_snapshots][-1:] == [1], 10, "a snapshot of step 1")
+        daemon.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        transport.send_checkpoint([1], 7, None, timedelta(seconds=5))
+        assert time.monotonic() - began < 5
+        assert transport.sent == 2
+    finally:
+        daemon.send_signal(signal.SIGCONT)
+        checkpointer.stop()
+        adapter.detach()
