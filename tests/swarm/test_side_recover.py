@@ -257,6 +257,23 @@ def test_a_divergent_swarm_gives_one_donors_section_whole(short_dir: Path) -> No
     run(work())
 
 
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_node_that_promises_more_and_does_not_deliver_is_passed_over(short_dir: Path, outer: bool) -> None:
+    async def work() -> None:
+        promising = {"made": Made("p", 9 * outer, 90, seed="P", outer=outer), "max_upload_bytes_per_s": 1000}
+        async with (
+            donors_here(short_dir, {"name": "a", "made": Made("a", 8 * outer, 50, outer=outer)}) as (a,),
+            donors_here(short_dir, {"name": "p", **promising}) as (p,),
+            joiner(short_dir / "j", a.listen, p.listen) as joined,
+        ):
+            outcome = await joined.recover(mode="auto", timeout_s=3.0)
+            assert (outcome.action, outcome.report.outer_step) == (("outer", 8) if outer else ("clone", 0))
+            assert set(outcome.report.donors) >= {a.node}
+            assert "no progress" in outcome.report.rejected[p.node]
+
+    run(work())
+
+
 def test_another_architecture_is_refused_before_a_byte_moves(short_dir: Path) -> None:
     mine = Made("j", width=1)
     names = (

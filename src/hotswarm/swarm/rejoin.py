@@ -1,7 +1,8 @@
 """One recovery on the daemon's side: locate → choose → fetch → keep. The trainer then restores what was kept.
 
 When no donor of the outer section is left, or it turns out to hold a NaN, everything from locating on begins again,
-with what is known by then; chunks that are here stay here.
+with what is known by then; chunks that are here stay here. A state whose donors do not deliver goes to the back: others
+are tried before it, so that one node which promises more than it gives cannot keep a joiner from what the rest has.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,20 +46,27 @@ class Rejoin:
     progress: Callable[[dict[str, object]], None]
     seconds: dict[str, float] = field(default_factory=dict)
     _barred: set[OuterState] = field(default_factory=set)
+    _losses: Counter[OuterState] = field(default_factory=Counter)
+    _last: set[OuterState] = field(default_factory=set)  # at the back
+    _undelivered: dict[str, str] = field(default_factory=dict)  # node -> reason
+    _last_nodes: set[str] = field(default_factory=set)  # the same where there are no outer states
 
     async def run(self) -> RecoverOutcome:
         """Do it. Raises NoSnapshot, Stale, Unconfirmed, Incompatible, PeerUnavailable, NotAuthorised, LocalFailure."""
         problem: HotswarmError | None = None
+        stuck = False
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(PAUSE_S)
             answers = await self._locate()
             own = await self._own()
             try:
-                decision = await self._choose(answers, own)
+                decision = await self._decide(answers, own)
             except RecoveryError as error:
                 await self._name_other_model(answers)
                 raise (problem or error) from error
+            if stuck and not (self._last or self._last_nodes):
+                break  # there is nothing else, and it had its time
             if decision.action == "fresh":
                 await self._name_other_model(answers)
             if not answers and self.ledger.rejected:
@@ -78,9 +87,11 @@ class Rejoin:
             except DonorsLost as error:
                 problem = error
                 log.warning("%s; looking for donors again", error)
+                self._put_back(decision, error, at_once=decision.agreement != "agreed")
             except PeerUnavailable as error:
-                problem = error
-                break
+                problem, stuck = error, True
+                log.warning("%s; looking for another state", error)
+                self._put_back(decision, error, at_once=True)
         local = (await self._own()).captured
         if self.request.mode == "auto" and local is not None:
             reason = f"the swarm's state could not be fetched ({problem}); the own snapshot is used"
@@ -108,7 +119,34 @@ class Rejoin:
         await self.catalog.refresh()
         return OwnState(self.node_id, self.catalog.local(self.request.arch), self.catalog.voucher_digests)
 
-    async def _choose(self, answers: list[Description], own: OwnState) -> Decision:
+    async def _decide(self, answers: list[Description], own: OwnState) -> Decision:
+        """Choose; what is at the back only when nothing else is offered."""
+        if self._last or self._last_nodes:
+            others = [answer for answer in answers if answer.node not in self._last_nodes]
+            try:
+                decision = await self._choose(others, own, self._barred | self._last)
+            except RecoveryError as error:
+                log.info("nothing but what failed before: %s", error)
+            else:
+                if decision.state is not None or decision.inner:
+                    return decision
+            self._last.clear()
+            self._last_nodes.clear()
+        return await self._choose(answers, own, self._barred)
+
+    def _put_back(self, decision: Decision, error: PeerUnavailable, *, at_once: bool) -> None:
+        asked = {source.node for source in (*decision.outer_donors, *decision.inner)}
+        if decision.state is None and self.ledger.inner_donor:
+            asked = {self.ledger.inner_donor}  # of all that could be cloned, one is asked at a time
+        self._undelivered.update((node, self.ledger.rejected.get(node, str(error))) for node in asked)
+        if decision.state is None:
+            self._last_nodes |= asked
+            return
+        self._losses[decision.state] += 1
+        if at_once or self._losses[decision.state] > 1:  # donors that agree may only have been restarted together
+            self._last.add(decision.state)
+
+    async def _choose(self, answers: list[Description], own: OwnState, barred: set[OuterState]) -> Decision:
         self.progress({"phase": "choose", "answers": len(answers)})
         started = time.monotonic()
         deadline = started + min(WAIT_FOR_OTHERS_S, self.request.timeout_s)
@@ -116,7 +154,7 @@ class Rejoin:
             while True:
                 may_wait = time.monotonic() < deadline
                 usable = self._usable(answers)
-                decision = choose(usable, own, self.request, barred=self._barred, may_wait=may_wait)
+                decision = choose(usable, own, self.request, barred=barred, may_wait=may_wait)
                 if not decision.wait:
                     self.ledger.rejected.update(decision.rejected)
                     return decision
@@ -184,7 +222,7 @@ class Rejoin:
             bytes_wasted=ledger.wasted,
             bytes_reused=ledger.reused,
             seconds=self.seconds,
-            rejected=ledger.rejected,
+            rejected={**ledger.rejected, **self._undelivered},
             agreement=decision.agreement,
             inner_donor=ledger.inner_donor,
             snapshot_id=snapshot_id,
