@@ -172,7 +172,8 @@ def test_a_source_that_fails_in_the_last_copies_says_that_the_state_is_mixed():
     real, reads = source.read_into, []
 
     def failing(section, offset, out):
-        reads.append(section)
+        if len(out) > 4:  # the step counts, 4 bytes each, are read by the check
+            reads.append(section)
         if len(reads) > 8 and section == "inner":
             raise StoreError("the disk is gone")
         real(section, offset, out)

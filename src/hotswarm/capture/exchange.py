@@ -32,7 +32,7 @@ from hotswarm.capture.naming import clean, optimizer_params
 from hotswarm.capture.outer import HYPER
 from hotswarm.capture.state import TrainingState, optimizer_key
 from hotswarm.capture.tensors import spec_of
-from hotswarm.errors import CaptureError, Incompatible
+from hotswarm.errors import Incompatible
 from hotswarm.store.base import SnapshotSource
 
 _STATS = ("inner_step_count", "outer_step_count", "total_inner_steps")
@@ -145,15 +145,21 @@ def from_dict(checkpoint: Mapping[str, Any], state: TrainingState) -> IncomingSt
     """
     try:
         return _from_dict(checkpoint, state)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError, CaptureError) as error:
+    except Incompatible:
+        raise
+    except Exception as error:  # whatever a foreign value answers when it is asked as if it were ours
         raise Incompatible(
             f"the checkpoint dict is not of the known shape ({type(error).__name__}: {error})"
         ) from error
 
 
 def _from_dict(checkpoint: Mapping[str, Any], state: TrainingState) -> IncomingState:
-    if not isinstance(checkpoint.get("model_state_dict"), Mapping) or not checkpoint["model_state_dict"]:
-        raise Incompatible("the checkpoint dict has no model_state_dict, so there is nothing to restore")
+    model = checkpoint.get("model_state_dict")
+    if not isinstance(model, Mapping):
+        what = "no model_state_dict" if model is None else f"a {type(model).__name__} as its model_state_dict"
+        raise Incompatible(f"the checkpoint dict has {what}, so there is nothing to restore")
+    if not model:
+        raise Incompatible("the model_state_dict of the checkpoint dict is empty, so there is nothing to restore")
     own = checkpoint.get("hotswarm") or {}
     counters = Counters(*(int(checkpoint.get(key, 0)) for key in ("outer_step", "inner_step", "training_step")))
     inner: Tree = {"model": _model(checkpoint["model_state_dict"], state)}

@@ -24,6 +24,14 @@ from hotswarm.capture.incoming import Incoming, IncomingState, Tree, materialise
 from hotswarm.capture.into_model import check_outer, model_promises, model_work
 from hotswarm.capture.into_objects import attached_work, check_attached, check_loadable, loader_work
 from hotswarm.capture.into_optimizer import check_optimizer, empty_optimizer_work, groups_work, optimizer_work
+from hotswarm.capture.plausible import (
+    check_alike,
+    check_group_values,
+    check_optimizer_values,
+    check_outer_values,
+    check_own_kind,
+    check_steps,
+)
 from hotswarm.capture.rng import apply_rng, check_rng
 from hotswarm.capture.state import TrainingState, optimizer_key
 from hotswarm.capture.work import Work
@@ -78,16 +86,21 @@ class Restorer:
     # ------------------------------------------------------------ check
 
     def check(self, incoming: IncomingState, parts: RestoreParts = RESUME) -> None:
-        """Raises Incompatible, naming the first difference, unless `apply` would find all that it needs. Changes
-        nothing and reads no tensor bytes but those of random states.
+        """Raises Incompatible, naming the first difference, unless `apply` would find all that it needs, and training
+        could go on from it. Changes nothing and reads no tensor bytes but those of random states and step counts.
         """
         with _foreign_shapes():
-            incoming.check_present(self._check(incoming, parts))
+            self._check_all(incoming, parts)
 
     def needs(self, incoming: IncomingState, parts: RestoreParts = RESUME) -> list[Incoming]:
         """The tensors that `apply` would read. Raises as `check` does."""
         with _foreign_shapes():
             return self._check(incoming, parts)
+
+    def _check_all(self, incoming: IncomingState, parts: RestoreParts) -> None:
+        incoming.check_present(self._check(incoming, parts))
+        for index in range(len(self._state.optimizers) if parts.optimizer == "take" else 0):
+            check_steps(incoming.section("inner")[optimizer_key(index)])
 
     def _check(self, incoming: IncomingState, parts: RestoreParts) -> list[Incoming]:
         state = self._state
@@ -103,6 +116,7 @@ class Restorer:
             for key, thing in (("scheduler", state.scheduler), ("scaler", state.scaler)):
                 if thing is not None:
                     check_loadable(inner.get(key), thing, key)
+                    check_own_kind(inner[key], thing, key)
                     needed += promises_in(inner[key])
         if parts.extra and state.extra is not None:
             check_attached(inner.get("extra"), state.extra, "extra")
@@ -111,12 +125,16 @@ class Restorer:
             if incoming.engine != state.adapter.engine or "trainer" not in inner:
                 there = incoming.engine or "no engine"
                 raise Incompatible(f"the snapshot is of {there}, and this trainer is {state.adapter.engine}")
+            check_alike(inner["trainer"], state.adapter.inner_tree(), "the trainer's state", finite=True)
             needed += promises_in(inner["trainer"])
         if parts.outer and state.adapter is not None:
             outer = incoming.sections.get("outer")
             if outer is None and parts.model == "outer":
                 raise Incompatible("the snapshot has no outer section, which this restore is about")
             check_outer(outer, names)
+            if outer is not None:
+                trained = [name for name, param in names.params.items() if param.requires_grad]
+                check_outer_values(outer, state.adapter.outer_tree(), trained)
             needed += promises_in(outer)
         if parts.private:
             self._check_private(incoming.sections.get("private", {}), needed)
@@ -127,7 +145,11 @@ class Restorer:
         count = len(self._state.optimizers)
         for index, optimizer in enumerate(self._state.optimizers):
             key = optimizer_key(index)
-            check_optimizer(inner.get(key), optimizer, name_of, key.replace("_", " "))
+            ordered = check_optimizer(inner.get(key), optimizer, name_of, key.replace("_", " "))
+            if parts.optimizer == "take":
+                check_optimizer_values(inner[key], ordered, optimizer, name_of)
+            else:
+                check_group_values(ordered, optimizer)
             taken = inner[key] if parts.optimizer == "take" else inner[key]["param_groups"]
             needed += promises_in(taken)
         if optimizer_key(count) in inner:
@@ -149,7 +171,7 @@ class Restorer:
         """
         start = time.perf_counter()
         with _foreign_shapes():
-            incoming.check_present(self._check(incoming, parts))
+            self._check_all(incoming, parts)
             work = self._work(incoming, parts)
         nbytes = work.run()
         return Restored(nbytes, time.perf_counter() - start)

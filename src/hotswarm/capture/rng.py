@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 Tree = dict[str, Any]
 _WORDS = struct.Struct("<625I")  # Python's Mersenne twister: 624 words and the position
+_MT_WORDS = 624
 
 
 def _bytes_tensor(data: bytes) -> Tensor:
@@ -49,8 +50,33 @@ def check_rng(state: Tree) -> None:
         generator.set_state(state["torch"])
         python = state["python"]
         random.Random().setstate((python["version"], _WORDS.unpack(_to_bytes(python["words"])), python["gauss"]))
-    except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as error:
-        raise Incompatible(f"the snapshot's random state is of another torch or Python: {error}") from error
+        for device, one in enumerate(_cuda_states(state)):
+            torch.Generator(f"cuda:{device}").set_state(one)
+        if "numpy" in state:
+            _check_numpy(state["numpy"])
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise Incompatible(f"the snapshot's random state is of another torch, numpy or Python: {text}") from error
+
+
+def _check_numpy(tree: Any) -> None:
+    """Raises whatever a generator like this process's own raises when it is given that state."""
+    numpy: Any = sys.modules.get("numpy")
+    kind = tree["bit_generator"]
+    if not isinstance(kind, str):
+        raise TypeError(f"numpy's generator is called {kind!r}")
+    if numpy is None or numpy.random.get_state(legacy=False)["bit_generator"] != kind:
+        return  # left out by apply_rng
+    state = _numpy_state(tree, numpy)
+    if kind == "MT19937" and not 0 <= int(state["state"]["pos"]) <= _MT_WORDS:
+        raise ValueError(f"position {state['state']['pos']} of {_MT_WORDS}")  # numpy would read beyond its words
+    numpy.random.RandomState(getattr(numpy.random, kind)()).set_state(state)
+
+
+def _cuda_states(state: Tree) -> list[Tensor]:
+    if "cuda" not in state or not torch.cuda.is_available():
+        return []
+    return list(state["cuda"][: torch.cuda.device_count()])
 
 
 def apply_rng(state: Tree) -> None:
@@ -58,9 +84,8 @@ def apply_rng(state: Tree) -> None:
     torch.set_rng_state(state["torch"])
     python = state["python"]
     random.setstate((python["version"], _WORDS.unpack(_to_bytes(python["words"])), python["gauss"]))
-    if "cuda" in state and torch.cuda.is_available():
-        for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(one, device)
+    for device, one in enumerate(_cuda_states(state)):
+        torch.cuda.set_rng_state(one, device)
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         here, saved = numpy.random.get_state(legacy=False)["bit_generator"], state["numpy"]["bit_generator"]
