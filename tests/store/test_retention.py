@@ -43,6 +43,20 @@ def test_protected_ones_stay():
     assert doomed(Retention(max_hot=1), [info(n) for n in range(5)], protected=[0, 2]) == [1, 3]
 
 
+def test_each_model_is_counted_by_itself_and_keeps_its_newest():
+    def of(number, arch, **more):
+        return replace(info(number, **more), arch=arch)
+
+    infos = [of(n, b"old") for n in range(6)] + [of(n, b"new") for n in range(6, 10)]
+    assert doomed(Retention(max_hot=3), infos) == [0, 1, 2, 6]
+    further_on = [of(n, b"new") for n in range(3)] + [of(n, b"old") for n in range(3, 9)]  # by counters, not by time
+    assert doomed(Retention(max_hot=2), further_on) == [0, 3, 4, 5, 6]
+    packs = {one.snapshot_id: {one.snapshot_id: 10} for one in infos}
+    assert doomed(Retention(max_hot=3, max_bytes=10), infos, packs=packs) == [0, 1, 2, 6, 3, 4, 7, 8]  # 5 and 9 stay
+    mixed = [of(0, b"old"), of(1, b"old", complete=False), of(2, b"new")]
+    assert doomed(Retention(max_hot=0), mixed) == [1]
+
+
 def test_a_fetched_one_counts_as_restorable_when_its_shared_part_is_here():
     def fetched(number, *here):
         both = frozenset({"outer", "inner", "private"})
@@ -85,8 +99,9 @@ def test_the_round_before_is_kept_besides():
 
 def test_the_last_state_of_another_model_is_not_pushed_out():
     infos = [replace(info(n), arch=bytes([n // 3]), time_ms=n) for n in range(15)]
-    assert doomed(Retention(max_hot=2), infos) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 12]
-    assert doomed(Retention(max_hot=2, max_bytes=20), infos) == [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 8, 11]
+    assert doomed(Retention(max_hot=2), infos) == [0, 3, 6, 9, 12]
+    quota = doomed(Retention(max_hot=2, max_bytes=20), infos)
+    assert sorted(quota) == [0, 1, 3, 4, 6, 7, 9, 10, 12, 13], "the newest of each stays, whatever the quota says"
 
 
 def test_bytes_count_each_pack_once_and_the_oldest_go_first():

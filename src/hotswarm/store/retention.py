@@ -5,19 +5,19 @@ are the newest snapshot that can be restored, the newest such one of this node's
 pinned snapshots, those that are being read or served, and one just fetched.
 
 Kept besides, as long as the bytes allow, is the newest snapshot with the outer section of the round before, where none
-of the others has it: neighbours that are one round behind can then still be served. And the last state of the other
-two models that were trained here most recently: a run with another model in the same folder is often a mistake.
+of the others has it: neighbours that are one round behind can then still be served.
+
+All of that holds for each model (arch fingerprint) by itself. A run with another model in the same folder, which is
+often a mistake, takes nothing away from the one before, and is not pushed out by counters that were further on there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hotswarm.ids import SnapshotId
 from hotswarm.store.base import SnapshotInfo
-
-OTHER_MODELS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,10 @@ class Retention:
     ) -> list[SnapshotId]:
         """Ids to delete, oldest first. `snapshots` oldest first; `packs`: the bytes of each pack a snapshot needs."""
         safe = set(protected) | self._never(snapshots)
-        kept = {info.snapshot_id for kind in ("hot", "cold", "recovery") for info in self._newest(snapshots, kind)}
-        kept |= _round_before(snapshots, kept | safe) | _other_models(snapshots)
+        kept: set[SnapshotId] = set()
+        for model in _by_model(snapshots):
+            kept |= {info.snapshot_id for kind in ("hot", "cold", "recovery") for info in self._newest(model, kind)}
+            kept |= _round_before(model, kept | safe)
         gone = [info.snapshot_id for info in snapshots if info.snapshot_id not in kept | safe]
         if self.max_bytes is not None:
             left = [info.snapshot_id for info in snapshots if info.snapshot_id not in gone]
@@ -51,14 +53,22 @@ class Retention:
         return gone
 
     def _never(self, snapshots: Sequence[SnapshotInfo]) -> set[SnapshotId]:
-        restorable = [info for info in snapshots if info.restorable]
-        own = [info for info in restorable if info.own]
-        return {group[-1].snapshot_id for group in (restorable, own) if group}
+        restorable = _by_model([info for info in snapshots if info.restorable])
+        own = _by_model([info for group in restorable for info in group if info.own])
+        return {group[-1].snapshot_id for group in (*restorable, *own)}
 
     def _newest(self, snapshots: Sequence[SnapshotInfo], kind: str) -> list[SnapshotInfo]:
         count = {"hot": self.max_hot, "cold": self.max_cold, "recovery": self.max_recovery}[kind]
         of_kind = [info for info in snapshots if info.kind == kind]
         return of_kind[max(len(of_kind) - count, 0) :]
+
+
+def _by_model(snapshots: Iterable[SnapshotInfo]) -> list[list[SnapshotInfo]]:
+    """The listing taken apart by arch fingerprint, each in its order."""
+    models: dict[bytes, list[SnapshotInfo]] = {}
+    for info in snapshots:
+        models.setdefault(info.arch, []).append(info)
+    return list(models.values())
 
 
 def _round_before(snapshots: Sequence[SnapshotInfo], kept: Collection[SnapshotId]) -> set[SnapshotId]:
@@ -68,13 +78,6 @@ def _round_before(snapshots: Sequence[SnapshotInfo], kept: Collection[SnapshotId
     if not before or any(info.outer_step == before[-1].outer_step and info.snapshot_id in kept for info in before):
         return set()
     return {before[-1].snapshot_id}
-
-
-def _other_models(snapshots: Sequence[SnapshotInfo]) -> set[SnapshotId]:
-    """The newest own snapshot of each model but the one that was captured last, of two such models at most."""
-    newest = {info.arch: info for info in snapshots if info.own and info.restorable}
-    by_time = sorted(newest.values(), key=lambda info: (info.time_ms, info.seq))
-    return {info.snapshot_id for info in by_time[-1 - OTHER_MODELS : -1]}
 
 
 def _union_bytes(packs: Mapping[SnapshotId, Mapping[str, int]], ids: Sequence[SnapshotId]) -> int:
