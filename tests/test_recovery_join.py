@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import pytest
 import torch
 
 import hotswarm
-from conftest import Processes
 from hotswarm import NodeConfig, SwarmNode, errors
 from hotswarm.swarm.control import ControlClient
 from rejoining import ROUND, Ring, Worker, same, start_node, together
+from support.children import Processes
 
 
 def listen_of(folder: Path) -> str:
@@ -289,7 +290,9 @@ def not_live(worker: Worker) -> dict[str, torch.Tensor]:
     return {name: value for name, value in worker.outer.items() if not name.startswith("live")}
 
 
-def test_without_an_outer_optimizer_the_one_who_trained_longest_is_cloned(short_dir: Path, processes: Any) -> None:
+def test_without_an_outer_optimizer_the_one_who_trained_longest_is_cloned(
+    short_dir: Path, processes: Any, wait_until: Any
+) -> None:
     made = []
     for rank, steps in ((0, 5), (1, 9), (2, 0)):
         home = short_dir / f"n{rank}"
@@ -301,6 +304,9 @@ def test_without_an_outer_optimizer_the_one_who_trained_longest_is_cloned(short_
         config = hotswarm.CheckpointConfig(checkpoint_dir=home, linger_seconds=0, handle_sigterm=False)
         checkpointer = hotswarm.SpeculativeCheckpointer(net, optimizer, config=config, node_id=f"w{rank}")
         made.append((checkpointer, net))
+        if not steps:  # a snapshot is described a moment after it is durable
+            found = partial(checkpointer.recover, dry_run=True)
+            wait_until(lambda found=found: "9 steps" in found().reason, 20, "both donors' answers")
         checkpointer.start()
         if steps:
             optimizer.zero_grad()
