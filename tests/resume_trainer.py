@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--interval", type=float, default=0.05)
     parser.add_argument("--die-at", type=int, default=-1)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between steps; real ones are not this short")
     parser.add_argument("--explicit", type=int, default=1, help="call checkpointer.step()")
     options = parser.parse_args()
 
@@ -80,6 +82,7 @@ def main() -> None:
             log.write(f"{step} {loss.item().hex()} {lr.hex()}\n")
             if options.explicit:
                 checkpointer.step()
+            time.sleep(options.pause)
             if step == options.die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.stop()

@@ -111,7 +111,9 @@ def test_the_ways_to_name_a_node(how: str, short_dir: Path) -> None:
         assert not (short_dir / "mine" / "runs").exists()
 
 
-def test_a_second_trainer_on_one_daemon_trains_on_unprotected_and_is_told(short_dir: Path, processes: Any) -> None:
+def test_a_second_trainer_on_one_daemon_trains_on_unprotected_and_is_told(
+    short_dir: Path, processes: Any, wait_until: Callable[..., None]
+) -> None:
     home = short_dir / "d"
     start_node(processes, home)
     first, second = small(home), Worker(1, home)
@@ -121,7 +123,7 @@ def test_a_second_trainer_on_one_daemon_trains_on_unprotected_and_is_told(short_
     second.checkpointer.start()
     second.steps(3)
     assert second.trainer.stats.total_inner_steps >= 3
-    assert "busy" in second.checkpointer.last_error
+    wait_until(lambda: "busy" in str(second.checkpointer.last_error), 10, "the warning")
     assert "unprotected" in second.checkpointer.last_error
     assert second.checkpointer.force_snapshot() is None
     second.checkpointer.stop()

@@ -275,3 +275,55 @@ def test_an_idle_checkpointer_keeps_nobody_out(short_dir: Path) -> None:
     assert idle.force_snapshot() is None
     assert "busy" in idle.last_error
     busy.stop()
+
+
+def test_a_frozen_daemon_does_not_stop_training(short_dir: Path, wait_until: Callable[..., None]) -> None:
+    net = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    extra: dict[str, Any] = {"more": torch.zeros(1)}
+    config = CheckpointConfig(checkpoint_dir=short_dir, snapshot_interval=0.05, linger_seconds=0)
+    checkpointer = SpeculativeCheckpointer(net, optimizer, config=config, extra=extra)
+    checkpointer.start()
+
+    def longest_step(seconds: float) -> float:
+        longest, end = 0.0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            began = time.monotonic()
+            optimizer.step()
+            checkpointer.step()
+            longest = max(longest, time.monotonic() - began)
+            time.sleep(0.01)
+        return longest
+
+    longest_step(1.0)
+    wait_until(lambda: checkpointer.snapshots_saved >= 1, 10, "a snapshot")
+    daemon = read_lock(short_dir)[0]["pid"]
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        extra["more"] = torch.zeros(1 << 20)  # the state outgrows its arena, and nobody answers
+        assert longest_step(4.0) < 1.0
+        began = time.monotonic()
+        checkpointer.stop()
+        assert time.monotonic() - began < 3.0
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+
+
+def test_a_state_that_grows_gets_a_larger_arena_and_goes_on(short_dir: Path) -> None:
+    net = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    extra: dict[str, Any] = {"more": torch.zeros(1)}
+    config = CheckpointConfig(checkpoint_dir=short_dir, snapshot_interval=3600.0, linger_seconds=0)
+    checkpointer = SpeculativeCheckpointer(net, optimizer, config=config, extra=extra)
+    checkpointer.start()
+    sizes = []
+    for power in (10, 16, 20):
+        extra["more"] = torch.full((1 << power,), float(power))
+        checkpointer.step()
+        metadata = checkpointer.force_snapshot()
+        assert metadata is not None, checkpointer.last_error
+        sizes.append(metadata.original_size)
+        assert checkpointer.load_checkpoint(metadata.file_path)["extra"]["more"][-1] == power
+    assert sizes[0] + (1 << 21) < sizes[1] + (1 << 22) <= sizes[2] + (1 << 18)
+    checkpointer.stop()
+    assert len(checkpointer.hot_snapshots) == 4

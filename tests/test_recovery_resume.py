@@ -55,7 +55,7 @@ def test_killed_mid_round_and_resumed_from_the_local_store(
     workers: int, explicit: int, uninterrupted: dict[int, dict[int, str]], short_dir: Path
 ) -> None:
     folder, log = short_dir / "d", short_dir / "log"
-    options = ["--workers", workers, "--explicit", explicit, "--interval", 0.02]
+    options = ["--workers", workers, "--explicit", explicit, "--interval", 0.02, "--pause", 0.03]
     killed_at = random.Random(workers * 2 + explicit).randrange(20, 50)
     dead = subprocess.run(command(folder, log, *options, "--die-at", killed_at), check=False, timeout=100)
     assert dead.returncode == -signal.SIGKILL
@@ -78,7 +78,7 @@ def test_killed_mid_round_and_resumed_from_the_daemon_that_lives_on(
     workers: int, uninterrupted: dict[int, dict[int, str]], short_dir: Path
 ) -> None:
     folder, log = short_dir / "d", short_dir / "log"
-    options = ["--workers", workers, "--daemon"]
+    options = ["--workers", workers, "--daemon", "--pause", 0.03]
     dead = subprocess.run(command(folder, log, *options, "--die-at", 31), check=False, timeout=100)
     assert dead.returncode == -signal.SIGKILL
     daemon = daemon_pid(folder)
@@ -117,7 +117,7 @@ def test_killed_at_a_random_instant(seed: int, uninterrupted: dict[int, dict[int
     folder, log = short_dir / "d", short_dir / "log"
     log.touch()
     wait_s = random.Random(seed).uniform(0.5, 6.0)
-    child = subprocess.Popen(command(folder, log, "--interval", 0.005))
+    child = subprocess.Popen(command(folder, log, "--interval", 0.005, "--pause", 0.02))
     time.sleep(wait_s)
     child.send_signal(signal.SIGKILL)
     child.wait()

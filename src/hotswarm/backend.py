@@ -25,6 +25,11 @@ from hotswarm.store.base import SnapshotInfo, SnapshotSource
 from hotswarm.store.files import FileStore
 from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest, ReportData
 
+
+class NotReadyError(ControlError):
+    """The arena for this snapshot is still being made."""
+
+
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -54,8 +59,16 @@ class Backend(Protocol):
         """The run's name."""
         ...
 
-    def arena(self, slot_bytes: int, table_bytes: int) -> Arena:
-        """An arena with slots of at least these sizes; the same one as long as it is large enough. StoreError."""
+    def arena(self, slot_bytes: int, table_bytes: int, wait_s: float) -> Arena:
+        """An arena with slots of at least these sizes; the same one as long as it is large enough.
+
+        Where making one takes somebody else's time it is made in the background, and NotReadyError is raised when it is
+        not there after `wait_s` seconds. StoreError, ControlError.
+        """
+        ...
+
+    def mapped(self) -> Arena | None:
+        """The arena that is there, if one is. Costs nothing."""
         ...
 
     def next_seq(self) -> int:
@@ -177,7 +190,11 @@ class LocalBackend:
                 self._writable = False
                 self._store.close()
 
-    def arena(self, slot_bytes: int, table_bytes: int) -> Arena:
+    def mapped(self) -> Arena | None:
+        """See Backend. Nobody reads the live counters of an arena of this process's own."""
+        return None
+
+    def arena(self, slot_bytes: int, table_bytes: int, wait_s: float) -> Arena:
         """See Backend. A state that grew gets a new arena, once the old one's slots are on disk."""
         self.open_for_writing()
         arena = self._arena

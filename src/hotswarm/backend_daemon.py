@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hotswarm.backend import Progress, Ticket
+from hotswarm.backend import NotReadyError, Progress, Ticket
 from hotswarm.errors import ControlError, HotswarmError, StoreError
 from hotswarm.store.arena import Arena, Slot
 from hotswarm.store.base import SnapshotInfo, SnapshotSource
@@ -24,6 +24,7 @@ from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 1.0  # between two looks for a daemon
+GRACE_S = 0.5  # for an answer of the daemon's own, beyond the time that it was given
 LOOK_LIMIT_S = 30.0  # and at most this after many fruitless ones
 
 Connect = Callable[[], ControlClient | None]
@@ -35,14 +36,14 @@ class _DaemonTicket:
         self.seq = seq
 
     def result(self, timeout_s: float) -> SnapshotInfo:
-        return self._backend.client.flush(self.seq, timeout_s)
+        return self._backend.client.flush(self.seq, timeout_s, grace_s=GRACE_S)
 
 
 class DaemonBackend:
     """A trainer's side of one daemon. `connect` finds (or starts) the daemon when the one that was there is gone.
 
     Attaching happens with the first arena, not before: until then this only asks. Raises ControlError where the
-    daemon does not answer, and "busy" from `arena` where it serves another trainer.
+    daemon does not answer, and "busy" where it serves another trainer.
     """
 
     def __init__(
@@ -62,14 +63,24 @@ class DaemonBackend:
         status = client.status()
         self.node_id = str(status.get("node", ""))
         self.run = str(status.get("run", ""))
+        self.background: Callable[[], None] | None = None
+        """Wakes the thread that calls `tend()`; None while there is none, and then the caller does its work itself."""
         self._session: Session | None = None
         self._arena: Arena | None = None
+        self._wanted: tuple[int, int] | None = None
+        self._trouble: HotswarmError | None = None
+        self._made = threading.Condition()  # guards the four above; held for moments
+        self._slow = threading.Lock()  # held by whoever talks to the daemon about the session; comes before `_made`
         self._last_seq = 0
-        self._guard = threading.Lock()
         self._look_at = 0.0
         self._looks = 0
         self._closed = False
         self._lost = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self._closed
 
     @property
     def has_session(self) -> bool:
@@ -81,35 +92,81 @@ class DaemonBackend:
         """Whether a daemon holds this trainer's session right now."""
         return self._session is not None and self._session.alive
 
-    def arena(self, slot_bytes: int, table_bytes: int) -> Arena:
-        """See Backend. A state that grew gets a larger arena on the session that it has."""
-        with self._guard:
+    # ------------------------------------------------------------ the arena
+
+    def mapped(self) -> Arena | None:
+        """See Backend."""
+        return self._arena
+
+    def arena(self, slot_bytes: int, table_bytes: int, wait_s: float) -> Arena:
+        """See Backend. The daemon makes it; that can take seconds, or for ever where the daemon is frozen, so the
+        background thread waits for it and training does not.
+        """
+        with self._made:
             if self._closed:
                 raise ControlError("this checkpointer has let go of its daemon")
-            arena, session = self._arena, self._session
-            if arena is not None and arena.slot_bytes >= slot_bytes and arena.table_bytes >= table_bytes:
-                return arena
-            if session is None:
-                try:
-                    session = self._session = self._attach(slot_bytes, table_bytes, None)
-                except ControlError:
-                    self._lost = True  # it may be busy, or gone: tend() looks which
-                    raise
-            elif not session.alive:
-                raise ControlError(
-                    "the state has outgrown the arena while no daemon is there to make a larger one; its snapshots wait"
-                )
-            else:
-                session.grow(slot_bytes, table_bytes)
-                self._last_seq = max(self._last_seq, session.next_seq - 1)
-            self._arena = _mapped(session)
-            self._arena.prefault()
-            if arena is not None:
-                arena.close()
+            if self._fits(slot_bytes, table_bytes):
+                assert self._arena is not None
+                return self._arena
+            self._wanted = (slot_bytes, table_bytes)
+            self._trouble = None
+        if self.background is None:
+            self._provide()
+        else:
+            self.background()
+        with self._made:
+            self._made.wait_for(lambda: self._wanted is None or self._trouble is not None or self._closed, wait_s)
+            self._raise_trouble()
+            if self._arena is None or not self._fits(slot_bytes, table_bytes):
+                raise NotReadyError("the daemon is still making room for this snapshot; it is left out")
             return self._arena
 
+    def _raise_trouble(self) -> None:
+        trouble, self._trouble = self._trouble, None
+        if trouble is not None:
+            self._wanted = None
+            raise trouble
+
+    def _fits(self, slot_bytes: int, table_bytes: int) -> bool:
+        arena = self._arena
+        return arena is not None and arena.slot_bytes >= slot_bytes and arena.table_bytes >= table_bytes
+
+    def _provide(self) -> None:
+        """Attach, or grow, as `_wanted` says. What goes wrong is `_trouble`."""
+        with self._slow:
+            wanted = self._wanted
+            if wanted is None or self._closed:
+                return
+            try:
+                session = self._session
+                if session is None:
+                    session = self._attach(*wanted, None)
+                elif session.alive:
+                    session.grow(*wanted)
+                else:
+                    return  # tend() finds a daemon first
+                arena = _mapped(session)
+            except HotswarmError as error:
+                self._lost = self._session is None
+                with self._made:
+                    self._trouble = error
+                    self._made.notify_all()
+                return
+            arena.prefault()
+            with self._made:
+                if self.closed:  # meanwhile, by somebody who did not wait
+                    arena.close()
+                    session.close()
+                    return
+                old, self._arena = self._arena, arena
+                self._session, self._wanted = session, None
+                self._last_seq = max(self._last_seq, session.next_seq - 1)
+                self._made.notify_all()
+            if old is not None:
+                old.close()
+
     def _attach(self, slot_bytes: int, table_bytes: int, arena_fd: int | None) -> Session:
-        session = self.client.attach(
+        return self.client.attach(
             slot_bytes,
             table_bytes,
             label=self._label,
@@ -118,12 +175,10 @@ class DaemonBackend:
             arena_fd=arena_fd,
             linger_seconds=self._linger_seconds,
         )
-        self._last_seq = max(self._last_seq, session.next_seq - 1)
-        return session
 
     def next_seq(self) -> int:
         """See Backend."""
-        with self._guard:
+        with self._made:
             self._last_seq += 1
             return self._last_seq
 
@@ -142,8 +197,8 @@ class DaemonBackend:
         return self.client.snapshots()
 
     def open(self, snapshot_id: str) -> SnapshotSource:
-        """See Backend."""
-        return self.client.open_snapshot(snapshot_id)
+        """See Backend. Before the first capture the daemon's memory serves too: nothing here writes into it yet."""
+        return self.client.open_snapshot(snapshot_id, from_arena=self._arena is None)
 
     def quarantine(self, snapshot_id: str, reason: str) -> None:
         """The daemon looks for itself: it quarantines what its own verification finds damaged."""
@@ -169,45 +224,55 @@ class DaemonBackend:
         return self.client.status()
 
     def tend(self) -> None:
-        """See Backend: give the arena back to a daemon that came after the one it was made with."""
+        """See Backend: make the arena that is wanted, and find the daemon that came after the one that is gone. Raises
+        what the daemon refuses.
+        """
+        if self._closed:
+            return
         session, now = self._session, time.monotonic()
-        if now < self._look_at or self._closed or self._guard.locked():
+        lost = not session.alive if session is not None else self._lost
+        if lost and now >= self._look_at:
+            self._looks += 1
+            self._look_at = now + min(RECONNECT_S * 2 ** min(self._looks - 1, 5), LOOK_LIMIT_S)
+            self._reconnect(session)
+        if self._wanted is not None and self._trouble is None:
+            self._provide()
+            self._tell_trouble()
+
+    def _tell_trouble(self) -> None:
+        trouble = self._trouble
+        if trouble is not None:
+            raise trouble
+
+    def _reconnect(self, session: Session | None) -> None:
+        found = self._connect()
+        if found is None:
             return
-        if session.alive if session is not None else not self._lost:
-            return
-        self._looks += 1
-        self._look_at = now + min(RECONNECT_S * 2 ** min(self._looks - 1, 5), LOOK_LIMIT_S)
-        try:
-            found = self._connect()
-            if found is None:
+        with self._slow:
+            if self._closed or self._session is not session:
                 return
-            with self._guard:
-                arena = self._arena
-                if self._closed or self._session is not session:
-                    return
-                self.client, self._lost = found, False
-                if session is not None and arena is not None:
-                    self._session = self._attach(arena.slot_bytes, arena.table_bytes, session.arena_fd)
-                    session.close()
-        except HotswarmError as error:
-            log.warning("no daemon to protect this trainer: %s; trying again", error)
-            return
+            self.client, self._lost = found, False
+            arena = self._arena
+            if session is not None and arena is not None:
+                again = self._attach(arena.slot_bytes, arena.table_bytes, session.arena_fd)
+                with self._made:
+                    self._session = again
+                    self._last_seq = max(self._last_seq, again.next_seq - 1)
+                session.close()
         self._looks = 0
         log.info("found the daemon at %s", found.socket)
 
-    def _release(self) -> None:
-        session, self._session = self._session, None
-        arena, self._arena = self._arena, None
+    def close(self) -> None:
+        """See Backend. The daemon persists what is READY, and lingers. Does not wait for a daemon that hangs."""
+        with self._made:
+            self._closed = True
+            session, self._session = self._session, None
+            arena, self._arena = self._arena, None
+            self._made.notify_all()
         if arena is not None:
             arena.close()
         if session is not None:
             session.close()
-
-    def close(self) -> None:
-        """See Backend. The daemon persists what is READY, and lingers."""
-        with self._guard:
-            self._closed = True
-            self._release()
 
 
 def _mapped(session: Session) -> Arena:

@@ -24,13 +24,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from hotswarm.backend import Backend, Ticket
+from hotswarm.backend import Backend, NotReadyError, Ticket
 from hotswarm.capture.boundary import Boundary
 from hotswarm.capture.diloco import Counters, EngineAdapter
 from hotswarm.capture.position import Position
-from hotswarm.capture.staging import ArenaTooSmallError, Label, Stager
+from hotswarm.capture.staging import ArenaTooSmallError, Label, Need, Stager
 from hotswarm.capture.state import SectionState, StateTree, TrainingState
-from hotswarm.errors import CaptureError, HotswarmError
+from hotswarm.errors import CaptureError, HotswarmError, StoreError
 from hotswarm.snapshot.chunks import GROUP_ALIGN
 from hotswarm.snapshot.tree import TensorSpec
 from hotswarm.store.arena import Arena
@@ -73,12 +73,13 @@ class Capturer:
         self.label = label
         self.trainer_thread = threading.current_thread()
         self.on_boundary: Callable[[bool], None] = _ignore
+        self.on_live: Callable[[], None] = lambda: None
         self._posted: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._copying = threading.RLock()
         self._copying_now = False
         self._stager = Stager()
-        self._arena: Arena | None = None
-        self._arena_of: Backend | None = None
+        self._need: Need | None = None
+        self._need_of: Backend | None = None
         self._caller_counts = False
         self._engine: EngineAdapter | None = None
         self._step_hooks: list[Any] = []
@@ -174,7 +175,7 @@ class Capturer:
             self._count()
         self._counted = False
         if self.in_outer_step():
-            self.write_live()  # no boundary, but others want to know where training stands
+            self.on_live()  # no boundary, but others want to know where training stands
         self.boundary.explicit()
 
     def _at_boundary(self, exact: bool) -> None:
@@ -283,13 +284,13 @@ class Capturer:
                 tree = replace(tree, counters=counters)
             label = Label(run=backend.run, label=self.label, kind=kind, exact=exact)
             deadline = time.monotonic() + wait_s
-            arena = self._arena_for(backend, tree)
             while True:
+                arena = self._arena_for(backend, tree, max(0.0, deadline - time.monotonic()))
                 seq = backend.next_seq()
                 try:
                     staged = self._stager.stage(tree, arena, label, seq)
                 except ArenaTooSmallError as error:
-                    arena = self._grown(backend, error)
+                    self._need = error.need
                     continue
                 if staged is not None:
                     self.state_bytes = staged.nbytes
@@ -307,17 +308,11 @@ class Capturer:
         finally:
             self._copying_now = False
 
-    def _arena_for(self, backend: Backend, tree: StateTree) -> Arena:
-        if self._arena is None or self._arena_of is not backend:
+    def _arena_for(self, backend: Backend, tree: StateTree, wait_s: float) -> Arena:
+        if self._need is None or self._need_of is not backend:
             need = self._stager.need(tree)
-            slot_bytes = need.slot_bytes + self._yet_to_come(tree)
-            self._arena, self._arena_of = backend.arena(slot_bytes, need.table_bytes), backend
-        return self._arena
-
-    def _grown(self, backend: Backend, error: ArenaTooSmallError) -> Arena:
-        self._arena = None  # whatever happens now, the old one is not used again
-        self._arena = backend.arena(error.need.slot_bytes, error.need.table_bytes)
-        return self._arena
+            self._need, self._need_of = replace(need, slot_bytes=need.slot_bytes + self._yet_to_come(tree)), backend
+        return backend.arena(self._need.slot_bytes, self._need.table_bytes, wait_s)
 
     def _yet_to_come(self, tree: StateTree) -> int:
         """Bytes that an engine's first round will add: the outer copy, and the momentum of the first outer step. An
@@ -331,28 +326,28 @@ class Capturer:
             return 2 * parameters + 2 * GROUP_ALIGN
         return 0 if _bytes_of_role(outer, "momentum") else parameters + GROUP_ALIGN
 
-    def attach_arena(self, backend: Backend) -> None:
-        """Have the arena made now rather than at the first snapshot. StoreError, ControlError, CaptureError."""
-        with self._copying:
-            if self._arena is None or self._arena_of is not backend:
-                self._arena_for(backend, self.state.collect())
+    def want_arena(self, backend: Backend) -> None:
+        """Have the arena made now rather than at the first snapshot. Waits for nobody."""
+        with self._copying, contextlib.suppress(NotReadyError):
+            self._arena_for(backend, self.state.collect(), 0.0)
 
-    def write_live(self) -> None:
+    def write_live(self, backend: Backend) -> None:
         """Tell the daemon where training stands; a few microseconds."""
-        arena = self._arena
+        arena = backend.mapped()
         if arena is None:
             return
         counters = self.counters()
         length = self._engine.round_length if self._engine is not None else 0
-        arena.write_live(
-            counters.outer_step, counters.inner_step, counters.training_step, self.boundary.steps_per_s, length
-        )
+        with contextlib.suppress(StoreError):  # exchanged for a larger one at this very moment
+            arena.write_live(
+                counters.outer_step, counters.inner_step, counters.training_step, self.boundary.steps_per_s, length
+            )
 
     def release(self) -> None:
         """Let go of the arena; the next copy asks for one again."""
         with self._copying:
             self._stager.close()
-            self._arena = self._arena_of = None
+            self._need = self._need_of = None
 
 
 def _bytes_of_role(section: SectionState, role: str) -> int:

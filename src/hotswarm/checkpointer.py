@@ -44,13 +44,14 @@ from hotswarm.metadata import MetadataMaker
 from hotswarm.p2p import P2PManager
 from hotswarm.reach import Reach
 from hotswarm.recovery import Prepared, Recoverer, RecoveryReport
-from hotswarm.taking import FORCE_WAIT_S, Taker
+from hotswarm.taking import FORCE_WAIT_S, Taker, as_hotswarm
 from hotswarm.termination import Termination
 
 log = logging.getLogger(__name__)
 
 DURABLE_ON_STOP_BYTES = 64 << 20  # up to this, stop() waits for the disk: it takes well under a second
 STOP_BUDGET_S = 0.9
+WAIT_AT_STOP_S = 60.0  # for a free slot, with wait=True
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -126,7 +127,6 @@ class SpeculativeCheckpointer:
         self._taker = Taker(self._capturer, self._reach, self._cadence, metadata)
         self._keeper = Keeper(self._background)
         self._termination = Termination(self._taker.urgent, self._taker.soon, self._taker.hand_over)
-        self._capturer.on_boundary = self._taker.boundary
         self._taker.wake = self._keeper.wake
         self._taker.on_durable = self._durable
         self._taker.ending = lambda: self._termination.ending
@@ -166,8 +166,8 @@ class SpeculativeCheckpointer:
     def start(self) -> None:
         """Recover (with `auto_fetch_on_start`), then begin to take snapshots. Does nothing when it runs already.
 
-        Without a daemon, and where none can be started, the local store serves alone, and `last_error` says so. What
-        fails here ends no training, with one exception: HalfRestored, when the model is not fit to be trained on.
+        Where no daemon can be had the local store serves alone, and `last_error` says so. What fails here ends no
+        training, but for HalfRestored: then the model is not fit to be trained on.
         """
         if self.running:
             return
@@ -188,6 +188,7 @@ class SpeculativeCheckpointer:
             self._termination.install()
         self.running = self._taker.active = True
         atexit.register(self._at_exit)
+        self._reach.background(self._keeper.wake)
         self._keeper.start()
         log.info("snapshots every %g s through %s", self._cadence.interval_s, type(backend).__name__)
 
@@ -201,7 +202,7 @@ class SpeculativeCheckpointer:
         self.running = self._taker.active = False
         deadline = time.monotonic() + STOP_BUDGET_S
         self._cadence.stop()
-        handle = self._last_snapshot()
+        handle = self._last_snapshot(WAIT_AT_STOP_S if wait else STOP_BUDGET_S / 2)
         self._capturer.detach()
         self._termination.remove()
         atexit.unregister(self._at_exit)
@@ -209,15 +210,16 @@ class SpeculativeCheckpointer:
         if forever or self._capturer.state_bytes <= DURABLE_ON_STOP_BYTES:
             with contextlib.suppress(HotswarmError):  # noted by then, or still under way at the daemon
                 handle.result(FORCE_WAIT_S if forever else max(0.1, deadline - time.monotonic()))
+        self._reach.background(None)
         self._keeper.stop(max(0.1, deadline - time.monotonic()))
         self._let_go()
         log.info("snapshots stopped")
 
-    def _last_snapshot(self) -> SnapshotHandle:
+    def _last_snapshot(self, wait_s: float) -> SnapshotHandle:
         handle = self._taker.handle(CheckpointType.HOT)
         try:
             self._reach.fall_back()  # where the daemon is gone, the local store takes it
-            self._capturer.at_boundary(lambda: self._taker.copy_into(handle, wait_s=0.2), timeout_s=0.3)
+            self._capturer.at_boundary(lambda: self._taker.copy_into(handle, wait_s=wait_s), timeout_s=wait_s)
         except HotswarmError as error:
             handle.failed(error)
             self._taker.failed(error)
@@ -275,7 +277,10 @@ class SpeculativeCheckpointer:
 
     def _background(self) -> None:
         """A round of the keeper."""
-        self._reach.tend()
+        try:
+            self._reach.tend()
+        except HotswarmError as error:
+            self._taker.failed(error)
         self._taker.settle()
         newest = None
         while self._to_announce:
@@ -287,8 +292,10 @@ class SpeculativeCheckpointer:
 
     @property
     def hot_snapshots(self) -> list[CheckpointMetadata]:
-        """The rolling window, oldest first, those of earlier processes included."""
-        return self._listed(CheckpointType.HOT)
+        """The rolling window, oldest first, those of earlier processes included. What the store keeps besides, for
+        neighbours that are one round behind, is not part of it.
+        """
+        return self._listed(CheckpointType.HOT)[-self.config.max_hot_snapshots :]
 
     @property
     def cold_checkpoints(self) -> list[CheckpointMetadata]:
@@ -375,27 +382,24 @@ class SpeculativeCheckpointer:
         try:
             backend = self._reach.for_reading() if self.running else None
             self._capturer.at_boundary(lambda: self._loader.apply(checkpoint, backend))
-        except HotswarmError as error:
-            self._taker.failed(error, counted=False)
+        except HalfRestored:
+            raise
+        except Exception as error:  # noqa: BLE001 - a dict can hold anything
+            self._taker.failed(as_hotswarm(error), counted=False)
             return False
         self.recoveries_performed += 1
         return True
 
     def get_latest_snapshot_for_serving(self) -> bytes | None:
-        """The newest hot snapshot in the older class's file format (gzipped torch.save), for callers that serve it
-        themselves. hotswarm's own daemon does not need it.
-        """
+        """The newest hot snapshot as a file of the older class (gzipped torch.save), for callers that serve it."""
         if not self.config.serve_to_peers:
             return None
         try:
-            checkpoint = self._loader.newest(self._reach.for_reading(), kinds=("hot",))
-            if checkpoint is None:
-                return None
-            data = legacy.pack_legacy(checkpoint, self.config.compression_level)
+            data = self._loader.packed(self._reach.for_reading(), self.config.compression_level)
         except HotswarmError as error:
             self._taker.failed(error, counted=False)
             return None
-        self._served_here += 1
+        self._served_here += data is not None
         return data
 
     # ------------------------------------------------------------ recovery
@@ -464,9 +468,8 @@ class SpeculativeCheckpointer:
         except HotswarmError as error:
             self._taker.failed(error, counted=False)
             log.error("nothing was recovered: %s", error)  # noqa: TRY400 - the message says it all
-        except Exception as error:
-            log.exception("nothing was recovered, unexpectedly; training goes on")
-            self._taker.failed(LocalFailure(f"recovery failed: {type(error).__name__}: {error}"), counted=False)
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._taker.failed(as_hotswarm(error), counted=False)
 
     def verify(self) -> VerifyReport:
         """Compare the live state with the newest snapshot, digest by digest. NoSnapshot when there is none."""

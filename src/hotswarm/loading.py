@@ -20,6 +20,7 @@ from hotswarm.checkpoint_types import CheckpointType
 from hotswarm.config import parse_address
 from hotswarm.errors import ConfigError, Incompatible, IntegrityError, ManifestError, NoSnapshot, StoreError
 from hotswarm.ids import is_node_id
+from hotswarm.legacy import pack_legacy
 from hotswarm.p2p import P2PManager, addresses_of
 from hotswarm.position import Position, join_position
 from hotswarm.recovery import Recoverer
@@ -66,6 +67,11 @@ class Loader:
             except (StoreError, NoSnapshot) as error:  # retired meanwhile, or unreadable
                 log.warning("snapshot %s is skipped: %s", info.snapshot_id, error)
         return None
+
+    def packed(self, backend: Backend, level: int) -> bytes | None:
+        """The newest hot snapshot in the older class's file format; None when there is none."""
+        checkpoint = self.newest(backend, kinds=(CheckpointType.HOT.value,))
+        return None if checkpoint is None else pack_legacy(checkpoint, level)
 
     def as_dict(self, source: SnapshotSource, kind: str | None) -> dict[str, Any]:
         """A verified snapshot as a dict. `kind`: the local one; a neighbour's state is "recovery"."""

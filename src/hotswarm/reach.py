@@ -45,6 +45,7 @@ class Reach:
         self._backend: Backend | None = None
         self._guard = threading.RLock()
         self._attach_at = 0.0
+        self._wake: Callable[[], None] | None = None
         self.complaint = ""
         """Why no daemon serves although one is wanted; empty when all is well."""
 
@@ -115,7 +116,7 @@ class Reach:
 
     def _daemon(self, client: ControlClient) -> DaemonBackend:
         config = self._config
-        return DaemonBackend(
+        backend = DaemonBackend(
             client,
             self._link.again,
             label=self._label,
@@ -126,6 +127,8 @@ class Reach:
             },
             linger_seconds=float(config.linger_seconds),
         )
+        backend.background = self._wake
+        return backend
 
     def _local(self) -> LocalBackend:
         config, link = self._config, self._link
@@ -158,13 +161,26 @@ class Reach:
             backend.tend()
 
     def first_boundary(self, capturer: Capturer) -> None:
-        """Attach to the daemon at the first step boundary, when the optimizer has its state, so that the swarm can ask
-        where this trainer stands. What the daemon refuses is raised, and tried again ATTACH_AGAIN_S later.
+        """Have the daemon attached to at the first step boundary, when the optimizer has its state, so that the swarm
+        can ask where this trainer stands. While that fails it is tried again every ATTACH_AGAIN_S.
         """
         backend, now = self._backend, time.monotonic()
         if isinstance(backend, DaemonBackend) and not backend.has_session and now >= self._attach_at:
             self._attach_at = now + ATTACH_AGAIN_S
-            capturer.attach_arena(backend)
+            capturer.want_arena(backend)
+
+    def background(self, wake: Callable[[], None] | None) -> None:
+        """There is a thread that calls `tend()` from now on, and this wakes it; None: there is none any more."""
+        self._wake = wake
+        backend = self._backend
+        if isinstance(backend, DaemonBackend):
+            backend.background = wake
+
+    def write_live(self, capturer: Capturer) -> None:
+        """Tell the daemon, where there is one, where training stands."""
+        backend = self._backend
+        if backend is not None:
+            capturer.write_live(backend)
 
     # ------------------------------------------------------------ facts
 

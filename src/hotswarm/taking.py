@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from hotswarm.backend import NotReadyError
 from hotswarm.cadence import Cadence
 from hotswarm.capturing import Capturer, NoSlotError, NotNowError
 from hotswarm.checkpoint_types import CheckpointMetadata, CheckpointType
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 FORCE_WAIT_S = 600.0  # for the disk
 SLOT_WAIT_S = 10.0  # an explicit snapshot waits for a free arena slot; one that is merely due does not
 URGENT_WAIT_S = 2.0
+URGENT_DISK_S = 10.0  # in a signal handler; who sent the signal will not wait much longer
 LOST_AFTER_S = 60.0  # a snapshot that nobody knows any more, when newer ones are durable
 SETTLE_S = 1.0  # that the keeper waits for one snapshot before it looks at other things
 
@@ -49,6 +51,8 @@ class Taker:
         self.last_words: Callable[[], None] = lambda: None
         self._unsettled: deque[SnapshotHandle] = deque()
         self._complained: str | None = None
+        capturer.on_boundary = self.boundary
+        capturer.on_live = lambda: reach.write_live(capturer)
 
     # ------------------------------------------------------------ asked for
 
@@ -103,10 +107,9 @@ class Taker:
                 handle = self.handle(CheckpointType.HOT)
                 self.copy_into(handle, exact=False, wait_s=URGENT_WAIT_S)
             if self.reach.is_local:
-                handle.result(FORCE_WAIT_S)
-        except Exception as error:  # a signal handler must not raise into whatever was running
-            log.exception("no last snapshot on SIGTERM")
-            self.failed(error if isinstance(error, HotswarmError) else LocalFailure(str(error)))
+                handle.result(URGENT_DISK_S)
+        except Exception as error:  # noqa: BLE001 - a signal handler must not raise into whatever was running
+            self.failed(as_hotswarm(error))
 
     def hand_over(self) -> None:
         """The process ends now: what was copied reaches the disk, or the daemon has it. Never raises."""
@@ -144,7 +147,7 @@ class Taker:
             return
         try:
             self.reach.first_boundary(self.capturer)
-            self.capturer.write_live()
+            self.reach.write_live(self.capturer)
             if self.ending():
                 self.last_words()
                 return
@@ -154,16 +157,15 @@ class Taker:
         except HotswarmError as error:
             self.cadence.failed(time.monotonic())
             self.failed(error)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - training goes on
             self.cadence.failed(time.monotonic())
-            log.exception("a snapshot failed unexpectedly; training goes on")
-            self.failed(LocalFailure(f"{type(error).__name__}: {error}"))
+            self.failed(as_hotswarm(error))
 
     def _take_due(self, kind: CheckpointType, exact: bool) -> None:
         try:
             with self.capturer.held():
                 self.copy_into(self.handle(kind), exact=exact)
-        except (NoSlotError, NotNowError) as error:
+        except (NoSlotError, NotNowError, NotReadyError) as error:
             self.skipped += 1
             self.cadence.failed(time.monotonic())
             log.debug("a snapshot was left out: %s", error)
@@ -219,3 +221,11 @@ class Taker:
         if self._complained != self.last_error:  # the same trouble every second is one line in the log
             self._complained = self.last_error
             log.warning("%s", error)
+
+
+def as_hotswarm(error: Exception) -> HotswarmError:
+    """The error itself, or, of one that nobody expected, its name and text; its traceback goes into the log."""
+    if isinstance(error, HotswarmError):
+        return error
+    log.error("unexpected, and kept away from training", exc_info=error)
+    return LocalFailure(f"{type(error).__name__}: {error}; this is a fault of hotswarm, the log has more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import os
@@ -67,8 +66,6 @@ c.update_training_state(9)
 print(c.force_snapshot().training_step)
 print([m.training_step for m in c.hot_snapshots])
 """
-    del first
-    gc.collect()  # what nobody refers to any more keeps no other process out
     here = str(Path(__file__).parent)
     out = subprocess.run(
         [sys.executable, "-c", code, str(short_dir), here], capture_output=True, text=True, check=False
@@ -78,6 +75,7 @@ print([m.training_step for m in c.hot_snapshots])
 
 def test_two_processes_in_one_directory_the_second_is_told_who_the_first_is(short_dir: Path) -> None:
     first = made(short_dir)
+    first.start()
     first.force_snapshot()
     code = """
 import sys, torch
@@ -95,6 +93,7 @@ print(len(c.hot_snapshots))
     assert f"process {os.getpid()}" in error
     assert seen == "1"  # reading needs no lock
     assert first.force_snapshot() is not None
+    first.stop()
 
 
 def test_a_byte_quota_is_kept(short_dir: Path) -> None:

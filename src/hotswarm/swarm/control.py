@@ -146,12 +146,12 @@ class ControlClient:
         data = self.get("/api/v1/clock")["clock"]
         return None if data is None else LiveClock.from_json(data)
 
-    def flush(self, seq: int, timeout_s: float) -> SnapshotInfo:
+    def flush(self, seq: int, timeout_s: float, *, grace_s: float = CONNECT_TIMEOUT_S) -> SnapshotInfo:
         """Wait until the capture `seq` is durable. Raises StoreError when it could not be written, ControlError when
         it is not after `timeout_s` seconds.
         """
         body = {"seq": seq, "timeout": timeout_s}
-        answer = self.post("/api/v1/flush", body, timeout_s=timeout_s + CONNECT_TIMEOUT_S)
+        answer = self.post("/api/v1/flush", body, timeout_s=timeout_s + grace_s)
         return snapshot_from_json(answer["snapshot"])
 
     def fetch(self, peer: str, request: RecoverRequest, *, timeout_s: float | None = None) -> SnapshotInfo:
@@ -224,8 +224,8 @@ class ControlClient:
         """Open a snapshot through descriptors, so the caller needs no access to the state directory.
 
         Its bytes stay readable until it is closed, whatever the daemon deletes. Raises NoSnapshot.
-        `from_arena`: the attached trainer reads what its arena still holds from there; those bytes are readable until
-        it captures again (StoreError from then on).
+        `from_arena`: a trainer reads what the arena still holds from there (its own, or before it attaches that of the
+        process before it); those bytes are readable until a trainer captures again (StoreError from then on).
         """
         from hotswarm.swarm.opened import open_received
 
