@@ -158,6 +158,24 @@ def test_a_gan_with_two_optimizers_has_one_boundary_per_iteration():
     assert boundary.steps == 5
 
 
+def test_without_a_loader_the_forward_between_a_gans_two_optimizers_is_no_boundary():
+    model = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)})
+    model.forward = lambda part, x: model[part](x)
+    optimizers = [torch.optim.SGD(model[k].parameters(), 0.1) for k in "gd"]
+    seen, steps = [], []
+    boundary = Boundary(model, optimizers, None, lambda exact: seen.append((exact, tuple(steps))))
+    boundary.attach()
+    for part, optimizer in [*zip("dg", reversed(optimizers), strict=True)] * 3:
+        model(part, torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        steps.append(part)
+    assert seen == [(True, ("d", "g")), (True, ("d", "g", "d", "g"))]
+    for _ in range(2):  # five steps of one for one of the other: the second in a row is not an exact one
+        model("d", torch.ones(1, 2)).sum().backward()
+        optimizers[1].step()
+    assert [exact for exact, _ in seen[2:]] == [True, False]
+
+
 def test_scaler_and_scheduler_have_their_published_values_at_the_boundary():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

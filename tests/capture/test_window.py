@@ -145,3 +145,43 @@ def test_a_callback_that_raises_leaves_no_open_window_behind() -> None:
     with pytest.raises(ValueError, match="bug"):
         step(trainer)
     assert not adapter.in_outer_step()
+
+
+class Wrapping(ForeignTrainer):
+    """Its setter keeps something else than it is given."""
+
+    def set_outer_step_callback(self, callback: Any) -> None:
+        super().set_outer_step_callback(None if callback is None else lambda: [callback()])
+
+
+class Slotted(ForeignTrainer):
+    """Its callback does not lie in its `__dict__`."""
+
+    __slots__ = ("held",)
+
+    def set_outer_step_callback(self, callback: Any) -> None:
+        self.held = callback
+        super().set_outer_step_callback(self._call)
+
+    def _call(self) -> None:
+        if self.held is not None:
+            self.held()
+
+
+@pytest.mark.parametrize("kind", [Wrapping, Slotted])
+def test_the_users_callback_is_kept_however_the_trainer_keeps_it(kind: type[ForeignTrainer]) -> None:
+    heard: list[str] = []
+    trainer = kind(net())
+    adapter = SeedAdapter(trainer)
+    trainer.set_outer_step_callback(lambda: heard.append("first"))
+    adapter.on_outer_step(lambda: heard.append("ours"))
+    for _ in range(H):
+        assert not adapter.in_outer_step()
+        step(trainer)
+    assert heard == ["first", "ours"]
+    trainer.set_outer_step_callback(lambda: heard.append("second"))
+    heard.clear()
+    for _ in range(H):
+        assert not adapter.in_outer_step()
+        step(trainer)
+    assert heard == ["second", "ours"]

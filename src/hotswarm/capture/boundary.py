@@ -6,7 +6,8 @@ boundary of that step:
 
     explicit()                        the trainer says so (`checkpointer.step()`); once heard, only this counts
     the loader's next `__next__`      before the batch is fetched; when a dataloader is followed
-    the root module's next forward    in training mode, when neither of the two is there
+    the root module's next forward    in training mode, when neither of the two is there, and when all optimizers have
+                                      stepped: between two of them (a GAN's) there is one, too
     the hook itself, one step later   with none of these; then the capture is marked as not exact
 
 Between two steps of one optimizer there is one boundary, however many micro-batches, further optimizers or evaluation
@@ -54,6 +55,7 @@ class Boundary:
         self._complained = False
         self._on_step = on_step
         self._handles: list[Any] = []
+        self._hooked = 0  # optimizers that tell when they step
         self._stepped: set[int] = set()
         self._explicit = False
         self._inside = False
@@ -75,6 +77,7 @@ class Boundary:
             register = getattr(optimizer, "register_step_post_hook", None)
             if register is not None:
                 self._handles.append(register(self._hook(number)))
+        self._hooked = len(self._handles)
         if self._position is not None:
             self._position.attach()
             self._position.on_next = self._next
@@ -140,8 +143,8 @@ class Boundary:
             self._boundary(exact=True)
 
     def _forward(self, module: nn.Module, _: object) -> None:
-        training = module.training and torch.is_grad_enabled()
-        if training and self._stepped and not self._explicit and not self._in_outer_step():
+        due = module.training and torch.is_grad_enabled() and self._stepped and len(self._stepped) >= self._hooked
+        if due and not self._explicit and not self._in_outer_step():
             self._boundary(exact=True)
 
     def _boundary(self, *, exact: bool) -> None:

@@ -122,7 +122,9 @@ class SeedAdapter:
         self._known_lock: TrainerLock | None = None
         self._listeners: list[Callable[[], None]] = []
         self._chained: Callable[..., None] | None = None
-        self._slot: str | None = None  # the trainer's attribute that holds the callback
+        self._slot: tuple[str, object] | None = (
+            None  # the trainer's attribute that holds the callback, and what is there
+        )
         self._chaining = threading.Lock()
 
     # ------------------------------------------------------------ the engine
@@ -199,7 +201,7 @@ class SeedAdapter:
             self._chain()
 
     def _stay_chained(self) -> None:
-        if self._slot is None or getattr(self._trainer, self._slot, None) is self._chained:
+        if self._slot is None or getattr(self._trainer, self._slot[0], None) is self._slot[1]:
             return
         if self._chaining.acquire(blocking=False):  # else another thread is at it
             try:
@@ -223,13 +225,14 @@ class SeedAdapter:
                     for listener in self._listeners:
                         listener()
 
-        attributes = dict(vars(trainer)) if hasattr(trainer, "__dict__") else {}
+        attributes = _attributes(trainer)
         setter(chained)
         self._chained = chained
-        # Whatever the slot is called, it is the attribute that is the new callback now.
-        self._slot = next((name for name in attributes if getattr(trainer, name, None) is chained), None)
-        if self._slot is not None and callable(attributes[self._slot]):
-            before = attributes[self._slot]
+        # Whatever the slot is called, and whether or not the setter wraps what it is given: it is what has changed.
+        changed = [(name, new) for name, new in _attributes(trainer).items() if new is not attributes.get(name)]
+        self._slot = next((one for one in changed if callable(one[1])), None)
+        if self._slot is not None and callable(attributes.get(self._slot[0])):
+            before = attributes[self._slot[0]]
 
     # ------------------------------------------------------------ the outer copy
 
@@ -304,6 +307,12 @@ class SeedAdapter:
             if name in known:
                 setattr(stats, name, number)
         self._trainer.phase = phase
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    """Those of the object itself, `__slots__` included."""
+    slots = {name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ()) if hasattr(thing, name)}
+    return {**{name: getattr(thing, name) for name in slots}, **getattr(thing, "__dict__", {})}
 
 
 def _fields(stats: object) -> list[str]:
