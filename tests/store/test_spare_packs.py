@@ -44,6 +44,22 @@ def test_a_retired_pack_is_written_over_and_holds_the_new_bytes(store):
     assert leftovers(store) == set()
 
 
+def test_a_pack_takes_no_more_room_than_its_chunks(store):
+    """Room is found for the whole section in advance, and a spare may be larger: both are given back."""
+    sizes = []
+    for size, outer in ((SIZE * 2, None), (SIZE, None), (SIZE * 2, 3), (SIZE, None)):
+        info = write(store, 3, size=size, outer=outer, outer_step=3)
+        with store.open(info.snapshot_id) as source:
+            (inner,) = (store.folders.packs / name for name in source.stored.packs() if name.startswith("inner"))
+        shared = size * 4 if outer else 0  # parameters that are the outer ones
+        used = size * 8 - shared
+        assert used <= inner.stat().st_size <= used + 2 * 4096
+        assert inner.stat().st_blocks * 512 <= used + (64 << 10)
+        sizes.append(inner.stat().st_ino)
+        check_holds(store, info, 3, size=size, outer=outer)
+    assert len(set(sizes)) < len(sizes)  # one was written over
+
+
 def test_a_pack_that_this_process_reads_is_never_written_over(store):
     info = write(store, 1, size=SIZE)
     source = store.open(info.snapshot_id)

@@ -12,10 +12,11 @@ import pytest
 from blake3 import blake3
 
 from hotswarm._proto import recovery_pb2 as pb
-from hotswarm.errors import IntegrityError, StoreError
+from hotswarm.errors import IntegrityError, ManifestError, StoreError
 from hotswarm.store.damage import QUARANTINE_KEEP_S
 from hotswarm.store.files import FileStore
 from hotswarm.store.lock import read_lock
+from hotswarm.store.placement import StoredManifest
 from support.snapshots import draft, raw, read_back, state
 from support.stores import SIGNER, as_a_new_process, check_holds, leftovers, place_of, small_store, write
 
@@ -210,6 +211,17 @@ def test_nan_payloads_and_odd_bytes_survive(tmp_path):
         with pytest.raises(StoreError):
             store.delete(source.snapshot_id)
     assert raw(state(1)) == raw(state(1))
+
+
+def test_a_flipped_bit_anywhere_in_a_stored_manifest_is_noticed(tmp_path):
+    with small_store(tmp_path) as store:
+        data = bytearray(write(store, 1).path.read_bytes())
+    for at in range(len(data)):
+        data[at] ^= 1 << at % 8
+        with pytest.raises(ManifestError, match="its own digest"):
+            StoredManifest.parse(bytes(data))
+        data[at] ^= 1 << at % 8
+    StoredManifest.parse(bytes(data))
 
 
 def test_the_packs_of_a_damaged_manifest_go_along_to_quarantine(tmp_path):

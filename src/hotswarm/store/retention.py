@@ -1,8 +1,10 @@
 """Which snapshots go. Pure: it is told what there is and says what is to be deleted.
 
-Kept are the newest `max_hot`, `max_cold` and `max_recovery` of each kind. Whatever counts and bytes say, never deleted
-are the newest snapshot that can be restored, the newest such one of this node's own, and what the caller protects:
-pinned snapshots, those that are being read or served, and one just fetched.
+Kept are the `max_hot`, `max_cold` and `max_recovery` snapshots of each kind that were captured last: a training that
+begins again in an old folder keeps its new snapshots, though the old ones have larger steps. Whatever counts and bytes
+say, never deleted are the newest snapshot that can be restored, the newest such one of this node's own, the one that
+was captured last, and what the caller protects: pinned snapshots, those that are being read or served, and one just
+fetched.
 
 Kept besides, as long as the bytes allow, is the newest snapshot with the outer section of the round before, where none
 of the others has it: neighbours that are one round behind can then still be served.
@@ -55,11 +57,12 @@ class Retention:
     def _never(self, snapshots: Sequence[SnapshotInfo]) -> set[SnapshotId]:
         restorable = _by_model([info for info in snapshots if info.restorable])
         own = _by_model([info for group in restorable for info in group if info.own])
-        return {group[-1].snapshot_id for group in (*restorable, *own)}
+        captured_last = sorted((info for group in own for info in group), key=_captured)
+        return {group[-1].snapshot_id for group in (*restorable, *own, captured_last) if group}
 
     def _newest(self, snapshots: Sequence[SnapshotInfo], kind: str) -> list[SnapshotInfo]:
         count = {"hot": self.max_hot, "cold": self.max_cold, "recovery": self.max_recovery}[kind]
-        of_kind = [info for info in snapshots if info.kind == kind]
+        of_kind = sorted((info for info in snapshots if info.kind == kind), key=_captured)
         return of_kind[max(len(of_kind) - count, 0) :]
 
 
@@ -69,6 +72,11 @@ def _by_model(snapshots: Iterable[SnapshotInfo]) -> list[list[SnapshotInfo]]:
     for info in snapshots:
         models.setdefault(info.arch, []).append(info)
     return list(models.values())
+
+
+def _captured(info: SnapshotInfo) -> tuple[int, int, int]:
+    """Own snapshots in the order of their capture; fetched ones, whose sequence is their donor's, by steps."""
+    return (info.seq, 0, 0) if info.own else info.order_key
 
 
 def _round_before(snapshots: Sequence[SnapshotInfo], kept: Collection[SnapshotId]) -> set[SnapshotId]:
