@@ -84,6 +84,15 @@ def test_what_the_machine_refuses_is_a_local_failure(short_dir, monkeypatch):
     assert not (folder / "daemon.lock").exists()
 
 
+def test_a_daemon_that_is_not_ready_in_time_is_not_left_behind(short_dir, monkeypatch):
+    monkeypatch.setattr("hotswarm.swarm.spawn.READY_TIMEOUT_S", 0.2)
+    with pytest.raises(ControlError, match="not ready after"):
+        spawn(config(short_dir))
+    mine = str(short_dir / "state")
+    left = [p.pid for p in psutil.process_iter(["cmdline", "status"]) if mine in (p.info["cmdline"] or ())]
+    assert left == []
+
+
 def test_a_node_outlives_its_owner_by_linger_seconds_only(processes, short_dir, wait_until):
     code = textwrap.dedent(
         f"""

@@ -103,7 +103,7 @@ def read_token(path: Path | None) -> str | None:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read http_token_file {path}: {error}", "http_token_file") from None
-    if len(token) < 16:
+    if len(token) < MIN_TOKEN_CHARS:
         raise ConfigError(
             f"the token in {path} is shorter than {MIN_TOKEN_CHARS} characters; make a longer one", "http_token_file"
         )

@@ -7,10 +7,12 @@ it behind.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -101,7 +103,8 @@ def _start(config: NodeConfig, *, spawned: bool, detach: bool, owner_pid: int | 
                 process.wait()  # the intermediate process ends as soon as it has forked
             answer = _await_ready(ready_pipe.read, config.state_dir)
         except BaseException:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the detached one too: it would hold the state directory
             process.wait()
             raise
     if "error" in answer:
