@@ -1,9 +1,9 @@
 """A donor as a process: a made snapshot in a state directory, served until it is killed.
 
-    python donor.py '{"state_dir": …, "made": {…} or [{…}, …], "peers": […], "live": true, "corrupt": ["outer", 3], …}'
+    python donor.py '{"state_dir": …, "made": {…} or [{…}, …], "peers": […], "live": true, "corrupt": ["outer", 3, …]}'
 
 Prints one JSON line {"node": …, "listen": …} when it serves. With `live` it says that a trainer is at the newest made
-state. `corrupt` flips a byte of that chunk on disk after it was written.
+state. `corrupt` flips a byte of those chunks on disk after they were written.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ async def main(options: dict) -> None:
         info = known[0] if known else fill(store, identity, made)
         clock = LiveClock(made.outer_step, made.inner_step, info.training_step, options.get("speed", 5.0), 100)
         if "corrupt" in options:
-            section, index = options["corrupt"]
-            corrupt(store, info.snapshot_id, section, index)
+            section, *indexes = options["corrupt"]
+            for index in indexes:
+                corrupt(store, info.snapshot_id, section, index)
     live = clock if options.get("live", True) else None
     swarm = build_swarm(config, identity, store, lambda: live)
     await swarm.start()

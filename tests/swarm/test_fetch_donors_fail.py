@@ -154,7 +154,7 @@ def test_of_dead_slow_corrupt_and_good_the_good_one_is_used_and_each_other_named
 ) -> None:
     slow, corrupt, good = donors.start(
         {"name": "slow", "bytes_per_s": 1000},
-        {"name": "corrupt", "corrupt": ["outer", 0]},
+        {"name": "corrupt", "corrupt": ["outer", *range(10)]},  # whichever it is asked for
         {"name": "good", "made": Made("good", inner_step=50), "bytes_per_s": RATE},
     )
     with socket.create_server(("127.0.0.1", 0)) as closed:
