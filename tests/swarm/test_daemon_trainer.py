@@ -17,6 +17,7 @@ import pytest
 from daemons import LITTLE_TRAINER, client_of, run_cli, start_daemon
 from little_trainer import LittleState, LittleTrainer, check_one_step
 
+from hotswarm.backend_daemon import DaemonBackend
 from hotswarm.config import NodeConfig
 from hotswarm.errors import ControlError, LockedError, NoSnapshot, StoreError
 from hotswarm.store.arena import SlotState
@@ -91,10 +92,12 @@ def test_a_restarted_trainer_reads_what_the_daemon_still_has_in_memory(processes
     child.kill()
     child.wait()
     wait_until(lambda: settled(state_dir), 10, "the end of the trainer")
-    with client_of(state_dir).open_snapshot(info.snapshot_id, from_arena=True) as source:
+    backend = DaemonBackend(client_of(state_dir), lambda: None, label="again")
+    with backend.open(info.snapshot_id) as source:
         assert isinstance(source, SlotSource)
         source.verify()
         assert check_one_step(source) == 1
+    backend.close()
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
