@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 test: $(STAMP)
-	$(BIN)/pytest -q -m 'not slow' $(ARGS)
+	$(BIN)/pytest -q -n 3 --dist loadfile -m 'not slow' $(ARGS)
 
 test-all: $(STAMP)
 	$(BIN)/pytest -q $(ARGS)

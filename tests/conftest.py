@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from support.children import Processes
+
+
+# A suite that was started in the background of a shell ignores SIGINT, and so would every child that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
