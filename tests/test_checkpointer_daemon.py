@@ -238,14 +238,14 @@ def test_sigterm_takes_a_last_exact_snapshot_and_ends_the_process_by_the_signal(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["daemon", "local"])
-def test_sigterm_in_a_step_that_does_not_end_still_takes_a_snapshot(
-    place: str, short_dir: Path, processes: Any, wait_until: Callable[..., None]
+def test_sigterm_in_a_step_that_does_not_end_takes_nothing_and_ends_after_the_grace(
+    place: str, short_dir: Path, processes: Any
 ) -> None:
     run = Run(processes, short_dir, "--pause", 60, *(["--daemon"] if place == "daemon" else []))
     run.wait_for_steps(1)
     run.child.send_signal(signal.SIGTERM)
     assert run.child.wait(30) == -signal.SIGTERM, processes.log_of(run.child)
-    wait_until(lambda: max(run.saved_steps()) == 1, 20, "the snapshot")
+    assert run.saved_steps() == [0]  # a step that is going on is no state
 
 
 @pytest.mark.parametrize("handler", ["flag", "exit"])
@@ -257,8 +257,8 @@ def test_the_users_own_handler_still_runs(handler: str, short_dir: Path, process
     assert code == (7 if handler == "exit" else 0), processes.log_of(run.child)
     assert run.lines().count("handler") == 1
     assert ("end" in run.lines()) == (handler == "flag")
-    assert run.last_step <= max(run.saved_steps()) + 1
-    assert max(run.saved_steps()) > 0
+    if handler == "flag":  # the loop went on to its end, and to stop()
+        assert run.last_step <= max(run.saved_steps()) + 1
 
 
 def test_a_program_that_just_ends_has_handed_its_snapshots_over(short_dir: Path) -> None:

@@ -146,26 +146,93 @@ def test_a_forked_child_is_ended_by_terminate_and_takes_no_snapshot(short_dir: P
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_signal_that_interrupts_a_step_takes_no_torn_snapshot(short_dir: Path) -> None:
-    """From a thread that is not the trainer's nothing is copied while the trainer may be moving."""
-    checkpointer, step = plain(short_dir)
+def test_a_snapshot_asked_for_in_a_signal_handler_waits_for_the_boundary(short_dir: Path) -> None:
+    checkpointer, step = plain(short_dir, max_hot_snapshots=20)
     checkpointer.start()
     step()
-    before = len(checkpointer.hot_snapshots)
-    other = threading.Thread(target=checkpointer._taker.urgent)
-    other.start()
-    other.join()
-    assert len(checkpointer.hot_snapshots) == before
-    step()  # but it is due now
-    assert checkpointer.force_snapshot() is not None
-    assert len(checkpointer.hot_snapshots) == before + 2
+    answers: list[Any] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: answers.append(checkpointer.snapshot()))
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        assert not answers[0].is_copied
+        step()
+        assert answers[0].result(10).training_step == 2
+        signal.signal(signal.SIGUSR1, lambda *_: answers.append(checkpointer.force_snapshot()))
+        signal.raise_signal(signal.SIGUSR1)
+        assert answers[1] is None
+        assert "signal handler" in checkpointer.last_error
+    finally:
+        signal.signal(signal.SIGUSR1, before)
     checkpointer._capturer.in_optimizer_step = True
-    checkpointer._taker.urgent()
+    assert checkpointer.force_snapshot() is None
     checkpointer._capturer.in_optimizer_step = False
-    assert len(checkpointer.hot_snapshots) == before + 2
-    checkpointer._taker.urgent()
-    assert len(checkpointer.hot_snapshots) == before + 3
+    assert checkpointer.force_snapshot() is not None
     checkpointer.stop()
+
+
+def test_a_daemon_that_was_there_before_start_and_is_gone_leaves_the_local_store(short_dir: Path) -> None:
+    first, step = plain(short_dir, serve_to_peers=True, linger_seconds=30)
+    first.start()
+    step()
+    idle, _ = plain(short_dir)
+    assert len(idle.hot_snapshots) == 0
+    assert idle._reach.node_id
+    os.kill(read_lock(short_dir)[0]["pid"], signal.SIGKILL)
+    first._keeper.stop(5)
+    time.sleep(0.3)
+    assert idle.force_snapshot() is not None, idle.last_error
+    assert idle.load_latest_checkpoint() is not None
+    first.stop()
+
+
+def test_a_slow_network_of_the_p2p_manager_holds_neither_start_nor_stop(short_dir: Path) -> None:
+    checkpointer, step = plain(short_dir, serve_to_peers=True)
+
+    class Slow(SlowTable):
+        def get_peers(self) -> list[str]:
+            return [f"peer{n}" for n in range(60)]
+
+        def lookup_value(self, key: str) -> None:
+            time.sleep(1.0)
+
+        def store(self, key: str, value: str) -> None:
+            time.sleep(4.0)
+
+    checkpointer._p2p._manager = checkpointer.p2p = Slow()
+    checkpointer.config.announce_to_dht = True
+    began = time.monotonic()
+    checkpointer.start()
+    assert time.monotonic() - began < 10.0
+    for _ in range(2):
+        step()
+        assert checkpointer.force_snapshot() is not None, checkpointer.last_error
+        time.sleep(0.6)
+        began = time.monotonic()
+        checkpointer.stop()
+        assert time.monotonic() - began < 1.5
+        assert [t.name for t in threading.enumerate()].count("hotswarm-keeper") == 0
+        checkpointer.start()
+        assert [t.name for t in threading.enumerate()].count("hotswarm-keeper") == 1
+    checkpointer.stop()
+
+
+def test_a_damaged_own_snapshot_does_not_take_the_fetched_one_with_it(short_dir: Path) -> None:
+    donor = Worker(0, short_dir / "donor", settings={"announce_to_dht": False, "serve_to_peers": False})
+    donor.steps(23)
+    donor.checkpointer.force_snapshot()
+    home = short_dir / "joiner"
+    alone = {"announce_to_dht": False, "serve_to_peers": False}
+    own = Worker(1, home, seed=3, settings=alone)
+    own.steps(4)
+    own.checkpointer.force_snapshot()
+    fetched(donor, home, ("buffer", "exp_avg", "exp_avg_sq", "step"))
+    pack = min(home.glob("runs/*/packs/inner-*"), key=lambda p: p.stat().st_mtime_ns)
+    with pack.open("r+b") as file:
+        file.write(b"\xff\xff")
+    joiner = Worker(1, home, seed=8, settings=alone)
+    report = joiner.checkpointer.recover()
+    assert (report.action, report.outer_step, report.restored) == ("outer", 2, True), report.summary()
+    assert [m.outer_step for m in joiner.checkpointer.hot_snapshots] == []
 
 
 class Gone:

@@ -11,19 +11,22 @@ in the SnapshotInfo that the ticket gives.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from hotswarm.errors import ControlError, HotswarmError, NoSnapshot, StoreError
+from hotswarm.errors import ControlError, HotswarmError, LockedError, NoSnapshot, StoreError
 from hotswarm.snapshot.draft import parse_draft
 from hotswarm.snapshot.signing import Signer
 from hotswarm.store.arena import Arena, Slot, SlotState, slots_that_fit
 from hotswarm.store.base import SnapshotInfo, SnapshotSource
 from hotswarm.store.files import FileStore
 from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest, ReportData
+
+log = logging.getLogger(__name__)
 
 
 class NotReadyError(ControlError):
@@ -263,8 +266,12 @@ class LocalBackend:
         return self._store.open(snapshot_id)
 
     def quarantine(self, snapshot_id: str, reason: str) -> None:
-        """See Backend."""
-        self.open_for_writing()
+        """See Backend. Where another process writes, it is that one's to do."""
+        try:
+            self.open_for_writing()
+        except LockedError as error:
+            log.warning("the damaged snapshot %s stays where it is: %s", snapshot_id, error)
+            return
         self._store.quarantine(snapshot_id, reason)
 
     def recover(self, request: RecoverRequest, progress: Progress | None = None) -> RecoverOutcome:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -38,13 +38,16 @@ from hotswarm.store.arena import Arena
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-URGENT_LOCK_S = 1.0
 BOUNDARY_TIMEOUT_S = 10.0  # how long a call from another thread waits for a step boundary: the contract says so
 SLOT_POLL_S = 0.002
 
 
 class NotNowError(CaptureError):
     """The state is not whole at this moment and will not be in time."""
+
+
+class InsideStepError(NotNowError):
+    """This is the trainer's own thread in the middle of a step: waiting would be for ever."""
 
 
 class NoSlotError(CaptureError):
@@ -76,7 +79,6 @@ class Capturer:
         self.on_live: Callable[[], None] = lambda: None
         self._posted: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._copying = threading.RLock()
-        self._copying_now = False
         self._stager = Stager()
         self._need: Need | None = None
         self._need_of: Backend | None = None
@@ -187,20 +189,33 @@ class Capturer:
         self.on_boundary(exact)
 
     def at_boundary(self, function: Callable[[], T], timeout_s: float = BOUNDARY_TIMEOUT_S) -> T:
-        """`function()`'s result, run where the state is whole. NotNowError when that is not possible in time."""
+        """`function()`'s result, run where the state is whole. NotNowError when that is not possible in time,
+        InsideStepError when this is the trainer's own thread in the middle of a step.
+        """
+        if threading.current_thread() is self.trainer_thread:
+            self._refuse_inside_step()
         lock = self._real_lock()
         if lock is not None:
+            inside = getattr(lock, "inside_step", None)
+            if inside is not None and inside():
+                raise InsideStepError("the trainer's lock is held by this very thread: its step is still going on")
             with self._entered(lock, timeout_s):
                 if not self.in_outer_step():
                     return function()
         elif self._is_trainer() and not self.in_outer_step():
             return function()
         if self._is_trainer():
-            raise NotNowError(
+            raise InsideStepError(
                 "the trainer is inside an outer step (in its callback?): live and outer parameters do not fit together "
                 "before the next step boundary"
             )
         return self._post_and_wait(function, timeout_s)
+
+    def _refuse_inside_step(self) -> None:
+        if self.in_optimizer_step:
+            raise InsideStepError("an optimizer is at work: parameters are being changed right now")
+        if in_signal_handler():
+            raise InsideStepError("a signal handler runs in the middle of a step; the next step boundary takes it")
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -209,19 +224,6 @@ class Capturer:
             if self.in_outer_step():
                 raise NotNowError("the trainer is inside an outer step")
             yield
-
-    def stands_still(self) -> AbstractContextManager[object] | None:
-        """In the middle of a step: what to hold while the state is copied, or None when it may be moving.
-
-        On the trainer's own thread nothing moves but by this call, so what counts is whether an optimizer or an engine
-        is at work; on another one only the engine's lock makes it stand still. A copy under way is not interrupted.
-        """
-        if self._copying_now or self.in_optimizer_step or self.in_outer_step():
-            return None
-        if threading.current_thread() is self.trainer_thread:
-            return contextlib.nullcontext()
-        lock = self._real_lock()
-        return None if lock is None else self._entered(lock, URGENT_LOCK_S)
 
     def _is_trainer(self) -> bool:
         return threading.current_thread() is self.trainer_thread or not self.trainer_thread.is_alive()
@@ -264,10 +266,10 @@ class Capturer:
         self._posted.append((function, future))
         return future
 
-    @property
-    def pending(self) -> bool:
-        """Whether something waits for a boundary."""
-        return bool(self._posted)
+    def cancel_posted(self) -> None:
+        """Nobody comes to a boundary any more."""
+        while self._posted:
+            self._posted.popleft()[1].cancel()
 
     # ------------------------------------------------------------ the copy
 
@@ -277,7 +279,7 @@ class Capturer:
         NoSlotError when after `wait_s` seconds no slot may be written; CaptureError, StoreError, ControlError.
         """
         began = time.perf_counter()
-        with self._copying, self._noted():
+        with self._copying:
             tree = self.state.collect()
             counters = self.counters()
             if tree.counters != counters:
@@ -299,14 +301,6 @@ class Capturer:
                     raise NoSlotError("earlier snapshots are still being written; this one is left out")
                 backend.make_room()
                 time.sleep(SLOT_POLL_S)
-
-    @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        self._copying_now = True
-        try:
-            yield
-        finally:
-            self._copying_now = False
 
     def _arena_for(self, backend: Backend, tree: StateTree, wait_s: float) -> Arena:
         if self._need is None or self._need_of is not backend:
@@ -365,3 +359,15 @@ def _run(function: Callable[[], Any], future: Future[Any]) -> None:
 
 def _ignore(exact: bool) -> None:
     """Nobody listens at boundaries yet."""
+
+
+def in_signal_handler() -> bool:
+    """Whether a Python signal handler is on this thread's stack: a frame that was given its caller as an argument."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the way to one's own stack
+    while frame is not None and frame.f_back is not None:
+        caller = frame.f_back
+        for value in frame.f_locals.values():
+            if value is caller or (type(value) is tuple and any(item is caller for item in value)):
+                return True
+        frame = caller
+    return False

@@ -96,6 +96,8 @@ class CheckpointConfig:
         _whole(self, "max_cold_checkpoints", least=0)
         _whole(self, "compression_level", least=0, most=9)
         _whole(self, "replicas", least=0)
+        if self.replicas:
+            _refuse(self, "replicas", "0: replicas on other nodes are not available in this version")
         _whole(self, "max_bytes", least=1, optional=True)
         _whole(self, "min_agree", least=1, optional=True)
         if not _is_number(self.max_overhead) or not 0.0 < self.max_overhead <= 1.0:

@@ -17,6 +17,7 @@ Errors. The methods that existing code calls return None or False and leave the 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import dataclasses
@@ -26,15 +27,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
-from hotswarm import legacy
 from hotswarm.backend import Backend
 from hotswarm.cadence import Cadence
 from hotswarm.capture.diloco import Counters, EngineAdapter, SeedAdapter
 from hotswarm.capturing import Capturer
 from hotswarm.checkpoint_types import CheckpointConfig, CheckpointMetadata, CheckpointType
-from hotswarm.errors import ConfigError, HalfRestored, HotswarmError, LocalFailure, NoSnapshot
+from hotswarm.errors import (
+    ConfigError,
+    ControlError,
+    HalfRestored,
+    HotswarmError,
+    Incompatible,
+    LocalFailure,
+    NoSnapshot,
+)
 from hotswarm.handle import SnapshotHandle
 from hotswarm.keeper import Keeper
 from hotswarm.label import kept_label
@@ -54,6 +62,7 @@ STOP_BUDGET_S = 0.9
 WAIT_AT_STOP_S = 60.0  # for a free slot, with wait=True
 
 Progress = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
 
 
 class SpeculativeCheckpointer:
@@ -105,7 +114,6 @@ class SpeculativeCheckpointer:
         self.last_report: RecoveryReport | None = None
         self.on_progress: Progress | None = None
         """Called with every progress dict of a recovery; may raise RecoveryError to give it up."""
-
         self._served_here = 0
         self._served_by_daemon = 0
         self._reach = Reach(for_checkpointer(node, config, self.node_id), config, self.node_id)
@@ -126,7 +134,7 @@ class SpeculativeCheckpointer:
         metadata = MetadataMaker(model, self.node_id, self._reach.manifest)
         self._taker = Taker(self._capturer, self._reach, self._cadence, metadata)
         self._keeper = Keeper(self._background)
-        self._termination = Termination(self._taker.urgent, self._taker.soon, self._taker.hand_over)
+        self._termination = Termination(self._taker.soon, self._taker.hand_over)
         self._taker.wake = self._keeper.wake
         self._taker.on_durable = self._durable
         self._taker.ending = lambda: self._termination.ending
@@ -173,8 +181,7 @@ class SpeculativeCheckpointer:
             return
         wanted = self.config.announce_to_dht or self.config.serve_to_peers
         backend = self._reach.start(daemon=wanted, more_peers=self._p2p.addresses() if wanted else ())
-        if self._reach.complaint:
-            self._taker.failed(LocalFailure(self._reach.complaint), counted=False)
+        self._taker.outcome("daemon", LocalFailure(self._reach.complaint) if self._reach.complaint else None)
         if self.config.auto_fetch_on_start:
             self._recover_quietly(backend)
         engine = self._capturer.engine
@@ -204,6 +211,7 @@ class SpeculativeCheckpointer:
         self._cadence.stop()
         handle = self._last_snapshot(WAIT_AT_STOP_S if wait else STOP_BUDGET_S / 2)
         self._capturer.detach()
+        self._capturer.cancel_posted()
         self._termination.remove()
         atexit.unregister(self._at_exit)
         forever = wait or self._reach.is_local
@@ -239,7 +247,8 @@ class SpeculativeCheckpointer:
 
     def _last_words(self) -> None:
         """At a boundary after SIGTERM: a last exact snapshot, then the end."""
-        self.stop(wait=True)
+        self._termination.take_over()
+        self.stop()  # durable without a daemon; a daemon has it, and outlives this process
         self._termination.end()
 
     def __enter__(self) -> Self:
@@ -286,7 +295,7 @@ class SpeculativeCheckpointer:
         while self._to_announce:
             newest = self._to_announce.popleft()
         if newest is not None:
-            self._p2p.announce(newest, node=self._reach.node_id, addresses=self._reach.addresses())
+            self._p2p.announce_soon(newest, self._reach.node_id, self._reach.addresses())
 
     # ------------------------------------------------------------ what is there
 
@@ -313,7 +322,7 @@ class SpeculativeCheckpointer:
 
     @property
     def last_error(self) -> str | None:
-        """Why the last thing that failed did; None when nothing has."""
+        """Why the last thing that failed did. None when nothing has, or the same thing has succeeded since."""
         return self._taker.last_error
 
     @property
@@ -334,7 +343,7 @@ class SpeculativeCheckpointer:
             infos = self._reach.snapshots()
         except HotswarmError as error:
             infos = []
-            self._taker.failed(error, counted=False)
+            self._taker.outcome("loading", error)
         hot = [info for info in infos if info.kind == CheckpointType.HOT.value]
         return {
             "running": self.running,
@@ -358,24 +367,20 @@ class SpeculativeCheckpointer:
 
     def load_latest_checkpoint(self) -> dict[str, Any] | None:
         """The newest snapshot that verifies, as a dict; older ones are tried. None when there is none."""
-        try:
-            return self._loader.newest(self._reach.for_reading())
-        except HotswarmError as error:
-            self._taker.failed(error, counted=False)
-            return None
+        return self._loaded(lambda: self._loader.newest(self._reach.for_reading()))
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
         """A snapshot by its manifest's path or its id, or an old `.pt` / `.pt.gz`; None with `last_error` set."""
+        return self._loaded(lambda: self._loader.at(Path(path), self._reach))
+
+    def _loaded(self, load: Callable[[], T]) -> T | None:
         try:
-            where = Path(path)
-            if legacy.is_legacy(where):
-                return legacy.load_legacy(where)
-            with contextlib.closing(self._reach.open_path(where)) as source:
-                source.verify()
-                return self._loader.as_dict(source, self._reach.kind_of(source.snapshot_id))
+            found = load()
         except HotswarmError as error:
-            self._taker.failed(error, counted=False)
+            self._taker.outcome("loading", error)
             return None
+        self._taker.outcome("loading")
+        return found
 
     def restore_from_checkpoint(self, checkpoint: dict[str, Any]) -> bool:
         """Restore from a dict, all or nothing; False with the reason in `last_error`."""
@@ -385,8 +390,9 @@ class SpeculativeCheckpointer:
         except HalfRestored:
             raise
         except Exception as error:  # noqa: BLE001 - a dict can hold anything
-            self._taker.failed(as_hotswarm(error), counted=False)
+            self._taker.outcome("loading", as_hotswarm(error))
             return False
+        self._taker.outcome("loading")
         self.recoveries_performed += 1
         return True
 
@@ -394,11 +400,7 @@ class SpeculativeCheckpointer:
         """The newest hot snapshot as a file of the older class (gzipped torch.save), for callers that serve it."""
         if not self.config.serve_to_peers:
             return None
-        try:
-            data = self._loader.packed(self._reach.for_reading(), self.config.compression_level)
-        except HotswarmError as error:
-            self._taker.failed(error, counted=False)
-            return None
+        data = self._loaded(lambda: self._loader.packed(self._reach.for_reading(), self.config.compression_level))
         self._served_here += data is not None
         return data
 
@@ -408,29 +410,25 @@ class SpeculativeCheckpointer:
         """The newest state of one peer (node id, `host:port`, or the label that it announced through the p2p manager),
         verified and kept as RECOVERY; None with the reason in `last_error`.
         """
-        import asyncio
-
         try:
-            return await asyncio.to_thread(self._fetch, peer_id)
+            fetch = self._loader.fetch
+            found = await asyncio.to_thread(lambda: fetch(self._reach.for_reading(), self._p2p, peer_id))
         except HotswarmError as error:
-            self._taker.failed(error, counted=False)
+            self._taker.outcome("recovery", error)
             return None
-
-    def _fetch(self, peer_id: str) -> dict[str, Any]:
-        return self._loader.fetch(self._reach.for_reading(), self._p2p, peer_id)
+        self._taker.outcome("recovery")
+        return found
 
     async def try_auto_recovery(self) -> bool:
         """Recover in mode `config.rejoin`; whether a state was restored. The reason of a False is in `last_error`."""
-        import asyncio
-
         try:
             prepared = await asyncio.to_thread(self._recoverer.prepare, self._reach.for_reading(), None)
             report = self._finish(prepared)  # on this thread: restoring must not race with training
         except HotswarmError as error:
-            self._taker.failed(error, counted=False)
+            self._taker.outcome("recovery", error)
             return False
         if not report.restored:
-            self._taker.failed(NoSnapshot(f"nothing was restored: {report.reason}"), counted=False)
+            self._taker.outcome("recovery", NoSnapshot(f"nothing was restored: {report.reason}"))
         return report.restored
 
     def recover(self, mode: str | None = None, *, dry_run: bool = False) -> RecoveryReport:
@@ -453,6 +451,7 @@ class SpeculativeCheckpointer:
     def _finish(self, prepared: Prepared) -> RecoveryReport:
         report = self._capturer.at_boundary(prepared.finish)
         self.last_report = report
+        self._taker.outcome("recovery", Incompatible(report.warning) if report.warning else None)
         if report.restored:
             self.recoveries_performed += 1
             self._taker.protected_since = time.monotonic()
@@ -461,15 +460,17 @@ class SpeculativeCheckpointer:
     def _recover_quietly(self, backend: Backend) -> None:
         """What start() does: a fresh start is no failure, and a live state that is newer stays."""
         try:
+            if other := self._reach.other_trainer():
+                raise ControlError(other)
             report = self._finish(self._recoverer.prepare(backend, None, keep_newer=True))
             log.info("recovery: %s", report.summary())
         except HalfRestored:
             raise  # the one failure that must not be trained on
         except HotswarmError as error:
-            self._taker.failed(error, counted=False)
+            self._taker.outcome("recovery", error)
             log.error("nothing was recovered: %s", error)  # noqa: TRY400 - the message says it all
         except Exception as error:  # noqa: BLE001 - training goes on
-            self._taker.failed(as_hotswarm(error), counted=False)
+            self._taker.outcome("recovery", as_hotswarm(error))
 
     def verify(self) -> VerifyReport:
         """Compare the live state with the newest snapshot, digest by digest. NoSnapshot when there is none."""

@@ -66,7 +66,9 @@ class SnapshotHandle:
         deadline = time.monotonic() + (DEFAULT_TIMEOUT_S if timeout is None else timeout)
         if not self._copied.wait(max(0.0, deadline - time.monotonic())):
             raise ControlError("the training thread did not come to a step boundary in time; nothing was copied yet")
-        with self._lock:
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):  # another thread is waiting for it
+            raise ControlError("the snapshot is not durable yet")
+        try:
             if self._error is not None:
                 raise self._error
             if self._metadata is None:
@@ -83,3 +85,5 @@ class SnapshotHandle:
                 self._metadata = self._settled(self, info)
             assert self._metadata is not None
             return self._metadata
+        finally:
+            self._lock.release()

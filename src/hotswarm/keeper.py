@@ -18,21 +18,22 @@ class Keeper:
         self._work = work
         self._name = name
         self._wake = threading.Event()
-        self._ended = threading.Event()
+        self._guard = threading.Lock()
+        self._ended = True
         self._thread: threading.Thread | None = None
 
     @property
     def running(self) -> bool:
         """Whether the thread is there."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread; nothing happens when it runs already."""
-        if self.running:
-            return
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(self._ended,), name=self._name, daemon=True)
-        self._thread.start()
+        """Start the thread; one that has been told to end and has not yet is kept. Nothing happens when it runs."""
+        with self._guard:
+            self._ended = False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
 
     def wake(self) -> None:
         """Make the next round come now."""
@@ -40,20 +41,23 @@ class Keeper:
 
     def stop(self, timeout_s: float | None = None) -> bool:
         """End the thread after the round it is in; whether it is gone."""
-        thread, self._thread = self._thread, None
-        self._ended.set()
+        with self._guard:
+            self._ended = True
+            thread = self._thread
         self._wake.set()
         if thread is None or thread is threading.current_thread():
             return True
         thread.join(timeout_s)
         return not thread.is_alive()
 
-    def _run(self, ended: threading.Event) -> None:
-        while not ended.is_set():
+    def _run(self) -> None:
+        while True:
             self._wake.wait(ROUND_S)
             self._wake.clear()
-            if ended.is_set():
-                return
+            with self._guard:
+                if self._ended:
+                    self._thread = None
+                    return
             try:
                 self._work()
             except Exception:

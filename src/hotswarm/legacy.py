@@ -42,6 +42,8 @@ def load_legacy(path: Path, *, max_bytes: int | None = None) -> dict[str, Any]:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
     except StoreError:
         raise
+    except FileNotFoundError as error:
+        raise StoreError(f"{path} is missing: there is no such file; check the path") from error
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, zlib.error, zipfile.BadZipFile) as error:
         raise StoreError(f"{path} is damaged or no checkpoint: {_first_line(error)}; use another one") from error
     except Exception as error:  # torch raises pickle's own error, whose class is of no interest here

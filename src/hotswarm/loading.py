@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hotswarm.backend import Backend
@@ -18,11 +19,20 @@ from hotswarm.capture.restore import CLONE, RESUME, RestoreParts, joining
 from hotswarm.capture.verify import differences
 from hotswarm.checkpoint_types import CheckpointType
 from hotswarm.config import parse_address
-from hotswarm.errors import ConfigError, Incompatible, IntegrityError, ManifestError, NoSnapshot, StoreError
+from hotswarm.errors import (
+    CaptureError,
+    ConfigError,
+    Incompatible,
+    IntegrityError,
+    ManifestError,
+    NoSnapshot,
+    StoreError,
+)
 from hotswarm.ids import is_node_id
-from hotswarm.legacy import pack_legacy
+from hotswarm.legacy import is_legacy, load_legacy, pack_legacy
 from hotswarm.p2p import P2PManager, addresses_of
 from hotswarm.position import Position, join_position
+from hotswarm.reach import Reach
 from hotswarm.recovery import Recoverer
 from hotswarm.store.base import SnapshotInfo, SnapshotSource
 
@@ -54,7 +64,11 @@ class Loader:
 
     def newest(self, backend: Backend, kinds: Iterable[str] | None = None) -> dict[str, Any] | None:
         """The newest complete snapshot that verifies; a damaged one is quarantined and the next older one taken."""
-        for info in reversed(backend.snapshots()):
+        arch = None
+        with contextlib.suppress(CaptureError):
+            arch = self._recoverer.request(None).arch
+        infos = sorted(backend.snapshots(), key=lambda info: info.arch == arch)  # those of this model are tried first
+        for info in reversed(infos):
             if not info.restorable or (kinds is not None and info.kind not in kinds):
                 continue
             try:
@@ -72,6 +86,14 @@ class Loader:
         """The newest hot snapshot in the older class's file format; None when there is none."""
         checkpoint = self.newest(backend, kinds=(CheckpointType.HOT.value,))
         return None if checkpoint is None else pack_legacy(checkpoint, level)
+
+    def at(self, path: Path, reach: Reach) -> dict[str, Any]:
+        """What a path names: a file of the older class, a manifest, or what ends in a snapshot's id. StoreError."""
+        if is_legacy(path):
+            return load_legacy(path)
+        with contextlib.closing(reach.open_path(path)) as source:
+            source.verify()
+            return self.as_dict(source, reach.kind_of(source.snapshot_id))
 
     def as_dict(self, source: SnapshotSource, kind: str | None) -> dict[str, Any]:
         """A verified snapshot as a dict. `kind`: the local one; a neighbour's state is "recovery"."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,6 +25,7 @@ from hotswarm.checkpoint_types import CheckpointMetadata
 log = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 8192  # of a foreign value that is parsed
+LOOKUP_BUDGET_S = 2.0  # start() waits for it
 MAX_PEERS = 64  # looked up in one go
 
 
@@ -37,6 +39,9 @@ class P2PManager:
         self._manager = manager
         self._node_id = node_id
         self._complained: set[str] = set()
+        self._guard = threading.Lock()
+        self._announcing = False
+        self._waiting: tuple[CheckpointMetadata, str, tuple[str, ...]] | None = None
 
     def announce(self, metadata: CheckpointMetadata, *, node: str = "", addresses: Iterable[str] = ()) -> bool:
         """Publish where `metadata`'s snapshot can be had. May block on the network; returns whether it was accepted."""
@@ -91,10 +96,39 @@ class P2PManager:
         ids = [peer if isinstance(peer, str) else str(getattr(peer, "node_id", peer)) for peer in found]
         return [peer for peer in ids if peer != self._node_id][:MAX_PEERS]
 
-    def addresses(self) -> list[str]:
-        """`host:port` of hotswarm nodes that the manager's peers announced."""
-        found = [address for peer in self.peers() for address in addresses_of(self.lookup(peer))]
-        return list(dict.fromkeys(found))
+    def addresses(self, budget_s: float = LOOKUP_BUDGET_S) -> list[str]:
+        """`host:port` of hotswarm nodes that the manager's peers announced: those found within `budget_s` seconds."""
+        if self._manager is None:
+            return []
+        found: list[str] = []
+
+        def look() -> None:
+            for peer in self.peers():
+                found.extend(addresses_of(self.lookup(peer)))
+
+        looking = threading.Thread(target=look, name="hotswarm-p2p", daemon=True)  # foreign code: it may never return
+        looking.start()
+        looking.join(budget_s)
+        return list(dict.fromkeys(found[:]))
+
+    def announce_soon(self, metadata: CheckpointMetadata, node: str, addresses: Iterable[str]) -> None:
+        """`announce` on a thread of its own; while that is at it, only the newest waits."""
+        with self._guard:
+            self._waiting = (metadata, node, tuple(addresses))
+            if self._announcing:
+                return
+            self._announcing = True
+        threading.Thread(target=self._announce_waiting, name="hotswarm-p2p", daemon=True).start()
+
+    def _announce_waiting(self) -> None:
+        while True:
+            with self._guard:
+                waiting, self._waiting = self._waiting, None
+                if waiting is None:
+                    self._announcing = False
+                    return
+            metadata, node, addresses = waiting
+            self.announce(metadata, node=node, addresses=addresses)
 
     def _call(self, what: str, method: Callable[..., Any], *arguments: str) -> object:
         try:

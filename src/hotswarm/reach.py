@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTACH_AGAIN_S = 2.0
+OTHER_TRAINER_S = 2.0  # for the daemon to notice that a trainer was killed; milliseconds, on a quiet machine
 
 
 class Reach:
@@ -90,14 +91,26 @@ class Reach:
     def for_reading(self) -> Backend:
         """The backend that knows the snapshots now."""
         with self._guard:
-            if self._backend is None:
-                client = self._link.find()
-                self._backend = self._daemon(client) if client is not None else self._local()
-            elif isinstance(self._backend, LocalBackend) and not self._backend.writing:
-                client = self._link.find()
-                if client is not None:
-                    self._backend = self._daemon(client)
+            backend = self._backend
+            if backend is None:
+                self._backend = self._running_daemon() or self._local()
+            elif isinstance(backend, DaemonBackend):
+                started = self._wake is not None
+                if not started and not backend.attached and self._link.find() is None:
+                    self._close()  # it was there before start(), and is gone
+                    self._backend = self._local()
+            elif isinstance(backend, LocalBackend) and not backend.writing:
+                self._backend = self._running_daemon() or backend
+            assert self._backend is not None
             return self._backend
+
+    def _running_daemon(self) -> DaemonBackend | None:
+        client = self._link.find()
+        try:
+            return None if client is None else self._daemon(client)
+        except ControlError as error:  # it ended in between
+            log.debug("the daemon that was found is gone: %s", error)
+            return None
 
     def fall_back(self) -> bool:
         """No daemon answers any more: the local store takes over. False when there is one, or the store is not free."""
@@ -195,6 +208,29 @@ class Reach:
         backend = self._backend
         return backend.node_id if isinstance(backend, DaemonBackend) else ""
 
+    def other_trainer(self) -> str:
+        """Why the state at the daemon is not this trainer's to take: it serves another one that lives. Empty else.
+
+        One that was killed a moment ago may still be listed, so its going is waited for.
+        """
+        backend = self._backend
+        if not isinstance(backend, DaemonBackend) or backend.has_session:
+            return ""
+        deadline = time.monotonic() + OTHER_TRAINER_S
+        while True:
+            try:
+                other = backend.status().get("trainer")
+            except HotswarmError:
+                return ""
+            if not other:
+                return ""
+            if time.monotonic() > deadline:
+                return (
+                    f"busy: the daemon serves the trainer with process id {other.get('pid')}; nothing is recovered, "
+                    "and this one trains unprotected. Give each trainer a state directory of its own"
+                )
+            time.sleep(0.05)
+
     def addresses(self) -> list[str]:
         """Where others reach the daemon."""
         backend = self._backend
@@ -237,14 +273,6 @@ class Reach:
         """What is there, oldest first."""
         return self._ask(lambda backend: backend.snapshots())
 
-    def bytes_of_state(self) -> int:
-        """Tensor bytes of the newest snapshot; 0 when there is none."""
-        try:
-            infos = self.snapshots()
-        except HotswarmError:
-            return 0
-        return infos[-1].bytes if infos else 0
-
     def open(self, snapshot_id: str) -> SnapshotSource:
         """A snapshot by its id."""
         return self._ask(lambda backend: backend.open(snapshot_id))
@@ -260,6 +288,8 @@ class Reach:
             return open_manifest_file(path)
         name = path.name
         found = name.rpartition("_")[2] if is_snapshot_id(name.rpartition("_")[2]) else id_of_file(name)
+        if found is None and not path.exists():
+            raise StoreError(f"{path} is missing: there is no such file; check the path")
         if found is None:
             raise StoreError(f"{path} is no snapshot: neither a manifest, nor a .pt file, nor a snapshot id")
         return self.open(found)

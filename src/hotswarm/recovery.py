@@ -39,9 +39,10 @@ from hotswarm.errors import (
     IntegrityError,
     NoSnapshot,
     RecoveryError,
+    StoreError,
 )
 from hotswarm.position import Position, join_position
-from hotswarm.snapshot.sections import arch_fingerprint
+from hotswarm.snapshot.sections import arch_fingerprint, first_difference
 from hotswarm.snapshot.tree import TensorSpec
 from hotswarm.store.base import SnapshotSource
 from hotswarm.swarm.model import LiveClock, RecoverOutcome, RecoverRequest, ReportData, TensorName
@@ -96,6 +97,8 @@ class RecoveryReport:
     """outer_step, inner_step, training_step that training goes on from: an outer state's place in the live round"""
     plan: tuple[str, ...] = ()
     restored: bool = False
+    warning: str = ""
+    """What the user should know before training on: the snapshots here are of another model, say."""
 
     def add(self, data: ReportData) -> None:
         """Take over what the backend reported, adding up over several rounds of it."""
@@ -236,6 +239,8 @@ class Prepared:
             outcome = self._backend.recover(self._request, self._owner.on_progress())
             self.report.add(outcome.report)
             self.report.action, self.report.inner_source = outcome.action, outcome.inner_source
+            if outcome.action == "fresh":
+                self._note_other_model()
             if self._request.dry_run or outcome.action == "fresh":
                 return
             try:
@@ -248,12 +253,27 @@ class Prepared:
             return
         raise RecoveryError(f"{MAX_DAMAGED} snapshots in a row were damaged: the disk of this machine needs looking at")
 
+    def _note_other_model(self) -> None:
+        """A fresh start beside snapshots of another model is often a mistake: say what differs."""
+        arch = self._request.arch
+        with contextlib.suppress(HotswarmError):  # damaged, or retired meanwhile: it is only for a warning
+            infos = [info for info in self._backend.snapshots() if info.own and info.restorable]
+            if not infos or any(info.arch == arch for info in infos):
+                return
+            newest = max(infos, key=lambda info: (info.time_ms, info.seq))
+            with contextlib.closing(self._backend.open(newest.snapshot_id)) as source:
+                theirs = source.manifest.sections["inner"].leaves
+            mine = self._owner.capturer.state.collect().sections["inner"].leaves
+            self.report.warning = (
+                f"the snapshots in {newest.path.parent.parent} are of another model: {first_difference(mine, theirs)}; "
+                "starting fresh, and they stay; give each model a directory of its own"
+            )
+
     def _open(self, outcome: RecoverOutcome) -> None:
         assert outcome.snapshot_id is not None
         own_inner = outcome.action == "outer" and outcome.inner_source == "own"
         if outcome.action in {"outer", "clone"} and outcome.private_from not in {None, outcome.snapshot_id}:
-            with contextlib.suppress(NoSnapshot):  # retired meanwhile: then the live private state stays
-                self._add(str(outcome.private_from), ONLY_OWN_INNER if own_inner else ONLY_PRIVATE)
+            self._add_own(str(outcome.private_from), ONLY_OWN_INNER if own_inner else ONLY_PRIVATE)
         incoming = self._add(outcome.snapshot_id, RESUME)
         counters = incoming.counters
         self._opened[-1].parts = self._available(incoming, _parts(outcome, counters))
@@ -266,6 +286,16 @@ class Prepared:
                     f"the outer state of snapshot {outcome.snapshot_id} has a NaN in {poisoned}: nothing was restored; "
                     "look at the donors' losses, or go back with allow_rollback"
                 )
+
+    def _add_own(self, snapshot_id: str, parts: RestoreParts) -> None:
+        """The node's own random states and position (and moments): good to have, and no reason to give up without."""
+        try:
+            self._add(snapshot_id, parts)
+        except IntegrityError as error:
+            log.warning("the own snapshot %s is damaged, so nothing of it is kept: %s", snapshot_id, error)
+            self._backend.quarantine(snapshot_id, str(error))
+        except (NoSnapshot, StoreError) as error:
+            log.warning("the own snapshot %s is gone, so nothing of it is kept: %s", snapshot_id, error)
 
     def _available(self, incoming: IncomingState, parts: RestoreParts) -> RestoreParts:
         """Without moments where they did not come along: a fetch that was cut, kept by a store without a daemon."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -55,7 +56,7 @@ class Snapshot:
 
     @property
     def path(self) -> Path:
-        """The manifest file in the daemon's state directory."""
+        """The manifest file in the daemon's state directory; gone by now when that was a temporary one."""
         return self._info.path
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,26 +69,34 @@ class Snapshot:
         outer = self._mode == "outer" and "outer" in self.manifest.sections
         return to_dict(self._source, kind=self._info.kind, model="outer" if outer else "inner")
 
-    def restore_into(self, model: Any, optimizer: Any, diloco_trainer: Any = None, mode: str | None = None) -> None:
+    def restore_into(
+        self, model: Any, optimizer: Any = None, diloco_trainer: Any = None, mode: str | None = None
+    ) -> None:
         """Put it into a trainer, all or nothing; Incompatible names the first difference, and nothing has changed.
+
+        With neither optimizer nor trainer, for a program that only evaluates, the model alone is restored: parameters
+        (in mode outer those of the outer copy) and buffers.
 
         Mode outer begins the donor's round anew: model := outer copy, position 0. `clone` takes the donor's live state,
         `resume` its random states too. `mode` None is the mode that it was fetched with.
         """
         from hotswarm.capture.diloco import Counters, SeedAdapter
         from hotswarm.capture.incoming import incoming_from_source
-        from hotswarm.capture.restore import CLONE, RESUME, Restorer, joining
+        from hotswarm.capture.restore import CLONE, MODEL_ALONE, RESUME, Restorer, joining
         from hotswarm.capture.state import TrainingState
 
         mode = _checked(mode or self._mode)
         adapter = SeedAdapter(diloco_trainer, model) if diloco_trainer is not None else None
-        given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer] if optimizer is not None else []
         inner = adapter.inner_optimizer if adapter is not None else None
         optimizers = given if inner is None or any(one is inner for one in given) else [inner]
         state = TrainingState(model, optimizers, scheduler=getattr(diloco_trainer, "scheduler", None), adapter=adapter)
         incoming = incoming_from_source(self._source)
         there = incoming.counters
-        if mode == "resume":
+        if not optimizers and adapter is None:
+            outer = mode == "outer" and "outer" in incoming.sections
+            parts = dataclasses.replace(MODEL_ALONE, model="outer" if outer else "inner")
+        elif mode == "resume":
             parts = RESUME
         elif mode == "clone" or "outer" not in incoming.sections:
             parts = CLONE
@@ -121,8 +130,11 @@ def fetch_neighbor_snapshot(
 ) -> Snapshot:
     """Fetch the freshest state from the swarm, or from one `peer` (node id or `host:port`); blocks.
 
-    `node` names the daemon that fetches, as in SpeculativeCheckpointer; where none runs, one is started for the time
-    of the call. `timeout` bounds locating and choosing, and the time without progress, in seconds.
+    `node` names the daemon that fetches: a state directory, a control socket, a SwarmNode or NodeConfig; None is the
+    one that runs on the configured state directory. Where none runs, one is started for the time of the call (by None
+    in a temporary directory, when the configured one is only the default and does not exist).
+
+    `timeout` bounds locating and choosing, and the time without progress, in seconds.
 
     Raises RecoveryError subclasses, PeerUnavailable, PeerMisbehaved, ConfigError, LocalFailure.
     """
@@ -132,7 +144,11 @@ def fetch_neighbor_snapshot(
     if run is not None:
         link.config = link.config.replace(run=check_run(run))
     request = RecoverRequest(mode=mode, inner="adopt", timeout_s=timeout, peer=peer)  # type: ignore[arg-type]
-    with _daemon(link) as client:
+    with contextlib.ExitStack() as until_fetched:
+        if node is None and link.is_default and not link.state_dir.exists():
+            place = until_fetched.enter_context(tempfile.TemporaryDirectory(prefix="hotswarm-"))
+            link.config = link.config.replace(state_dir=Path(place))
+        client = until_fetched.enter_context(_daemon(link))
         serves = client.status().get("run")
         if run is not None and serves != run:
             raise ConfigError(f"the daemon at {client.socket} serves run {serves!r}, not {run!r}; name another", "run")

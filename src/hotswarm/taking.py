@@ -10,22 +10,21 @@ from collections.abc import Callable
 
 from hotswarm.backend import NotReadyError
 from hotswarm.cadence import Cadence
-from hotswarm.capturing import Capturer, NoSlotError, NotNowError
+from hotswarm.capturing import Capturer, InsideStepError, NoSlotError, NotNowError
 from hotswarm.checkpoint_types import CheckpointMetadata, CheckpointType
 from hotswarm.errors import ControlError, HotswarmError, LocalFailure
 from hotswarm.handle import SnapshotHandle
 from hotswarm.metadata import MetadataMaker
 from hotswarm.reach import Reach
 from hotswarm.store.base import SnapshotInfo
+from hotswarm.troubles import Troubles
 
 log = logging.getLogger(__name__)
 
 FORCE_WAIT_S = 600.0  # for the disk
 SLOT_WAIT_S = 10.0  # an explicit snapshot waits for a free arena slot; one that is merely due does not
-URGENT_WAIT_S = 2.0
-URGENT_DISK_S = 10.0  # in a signal handler; who sent the signal will not wait much longer
 LOST_AFTER_S = 60.0  # a snapshot that nobody knows any more, when newer ones are durable
-SETTLE_S = 1.0  # that the keeper waits for one snapshot before it looks at other things
+SETTLE_S = 0.25  # that the keeper waits for one snapshot before it looks at other things
 
 
 class Taker:
@@ -41,7 +40,7 @@ class Taker:
         self.saved = 0
         self.failures = 0
         self.skipped = 0
-        self.last_error: str | None = None
+        self.troubles = Troubles()
         self.stall_s_last = 0.0
         self.stall_s_total = 0.0
         self.protected_since = time.monotonic()
@@ -50,7 +49,6 @@ class Taker:
         self.ending: Callable[[], bool] = lambda: False
         self.last_words: Callable[[], None] = lambda: None
         self._unsettled: deque[SnapshotHandle] = deque()
-        self._complained: str | None = None
         capturer.on_boundary = self.boundary
         capturer.on_live = lambda: reach.write_live(capturer)
 
@@ -65,9 +63,9 @@ class Taker:
         handle = self.handle(kind)
         try:
             self.capturer.at_boundary(lambda: self.copy_into(handle, wait_s=SLOT_WAIT_S))
-        except NotNowError as error:
-            if self.capturer.in_outer_step():
-                self.capturer.post(lambda: self.copy_into(handle))
+        except InsideStepError as error:
+            if self.active:
+                self._at_next_boundary(handle)
             else:
                 self._give_up(handle, error)
         except HotswarmError as error:
@@ -78,6 +76,14 @@ class Taker:
         if not self.active:
             self.reach.idle()
         return handle
+
+    def _at_next_boundary(self, handle: SnapshotHandle) -> None:
+        posted = self.capturer.post(lambda: self.copy_into(handle))
+        posted.add_done_callback(
+            lambda future: (
+                handle.failed(NotNowError("stopped before the next step boundary")) if future.cancelled() else None
+            )
+        )
 
     def force(self) -> CheckpointMetadata | None:
         """A durable hot snapshot, or None with `last_error`."""
@@ -93,23 +99,6 @@ class Taker:
         finally:
             if not self.active:
                 self.reach.idle()
-
-    def urgent(self) -> None:
-        """The process may end now, in the middle of a step: a snapshot if the state stands still, else at the next
-        boundary. It is marked as not exact. Never raises.
-        """
-        try:
-            held = self.capturer.stands_still()
-            if held is None:
-                self.cadence.outer_step(time.monotonic())
-                return
-            with held:
-                handle = self.handle(CheckpointType.HOT)
-                self.copy_into(handle, exact=False, wait_s=URGENT_WAIT_S)
-            if self.reach.is_local:
-                handle.result(URGENT_DISK_S)
-        except Exception as error:  # noqa: BLE001 - a signal handler must not raise into whatever was running
-            self.failed(as_hotswarm(error))
 
     def hand_over(self) -> None:
         """The process ends now: what was copied reaches the disk, or the daemon has it. Never raises."""
@@ -209,18 +198,28 @@ class Taker:
         self.saved += 1
         self.protected_since = max(self.protected_since, handle.copied_at)
         self.cadence.durable(time.monotonic() - handle.copied_at)
-        self._complained = None
+        self.troubles.over("snapshot")
         metadata = self.metadata.make(result)
         self.on_durable(metadata)
         return metadata
 
-    def failed(self, error: HotswarmError, *, counted: bool = True) -> None:
+    @property
+    def last_error(self) -> str | None:
+        """The newest trouble that is not over."""
+        return self.troubles.newest
+
+    def failed(self, error: HotswarmError, *, counted: bool = True, about: str = "snapshot") -> None:
         """Keep the books of a failure, and tell once."""
         self.failures += counted
-        self.last_error = str(error)
-        if self._complained != self.last_error:  # the same trouble every second is one line in the log
-            self._complained = self.last_error
+        if self.troubles.note(about, str(error)):
             log.warning("%s", error)
+
+    def outcome(self, about: str, error: HotswarmError | None = None) -> None:
+        """How something other than a snapshot went; None: well."""
+        if error is None:
+            self.troubles.over(about)
+        else:
+            self.failed(error, counted=False, about=about)
 
 
 def as_hotswarm(error: Exception) -> HotswarmError:

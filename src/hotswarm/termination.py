@@ -1,19 +1,14 @@
 """SIGTERM: a last snapshot, then what would have happened without us.
 
-A handler runs on the main thread between any two instructions, so most likely in the middle of a step. `urgent()` then
-takes a snapshot if the state stands still (the main thread is the trainer's, and no optimizer is at work), marked as
-not exact. What follows depends on who else is interested in the signal:
+A handler runs on the main thread between any two instructions, so most likely in the middle of a step, where the state
+is no state: nothing is copied there. A snapshot is made due at the next step boundary, and then:
 
 * The user has a handler: it runs, and whatever it does is done.
-* Nobody has: the process is to end. The next step boundary takes an exact snapshot and ends it; when no boundary comes
-  within GRACE_S, the process ends with what it has (`hand_over`). Nothing is copied then: the step is still going on.
+* Nobody has: the process is to end. The next boundary takes the snapshot and ends it; when none comes within GRACE_S,
+  the process ends with what was copied before (`hand_over`).
 
-The process then dies *of SIGTERM*, so that whoever waits for it sees what they sent.
-
-The interrupted instruction may hold a lock that is not re-entrant. So when hotswarm's own code is on the stack, or one
-of the modules in LOCKING near its top, nothing is taken in the handler, and a snapshot is due at the next boundary.
-
-A forked child gets the former handler back at once: it has no snapshots to take, and `terminate()` must end it.
+The process then dies *of SIGTERM*, so that whoever waits for it sees what they sent. A forked child gets the former
+handler back at once: it has no snapshots to take, and `terminate()` must end it.
 """
 
 from __future__ import annotations
@@ -31,18 +26,14 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0  # for the step under way; orchestrators send SIGKILL 10 to 30 s after SIGTERM
-LOCKING = ("threading", "concurrent", "queue", "logging", "multiprocessing")
-NEAR = 4  # frames: who called into one of those from further up is waiting in it, not changing it
 
 
 class Termination:
-    """Chained into SIGTERM between `install` and `remove`. `urgent`, `later` and `hand_over` never raise.
-
-    `later` makes a snapshot due at the next boundary.
+    """Chained into SIGTERM between `install` and `remove`. `later` makes a snapshot due at the next boundary,
+    `hand_over` sees to what was copied; neither raises.
     """
 
-    def __init__(self, urgent: Callable[[], None], later: Callable[[], None], hand_over: Callable[[], None]) -> None:
-        self._urgent = urgent
+    def __init__(self, later: Callable[[], None], hand_over: Callable[[], None]) -> None:
         self._later = later
         self._hand_over = hand_over
         self._before: Any = None
@@ -76,10 +67,14 @@ class Termination:
         if ours and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
 
-    def end(self) -> None:
-        """Die of SIGTERM. From any thread: Python's own signal.signal works on the main one only."""
+    def take_over(self) -> None:
+        """The boundary came: the timer that would end the process without one is not needed."""
         if self._timer is not None:
             self._timer.cancel()
+
+    def end(self) -> None:
+        """Die of SIGTERM. From any thread: Python's own signal.signal works on the main one only."""
+        self.take_over()
         logging.shutdown()
         libc = ctypes.CDLL(None)
         libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -93,10 +88,7 @@ class Termination:
             return
         if before == signal.SIG_DFL and self.ending:
             self.end()  # asked twice
-        if _may_hold_a_lock(frame):
-            self._later()
-        else:
-            self._urgent()
+        self._later()
         if before == signal.SIG_DFL:
             self.ending = True
             self._timer = threading.Timer(GRACE_S, self._give_up)
@@ -121,16 +113,6 @@ class Termination:
         self._installed = False
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, self._before)
-
-
-def _may_hold_a_lock(frame: FrameType | None) -> bool:
-    depth = 0
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if module == "hotswarm" or (depth < NEAR and module in LOCKING):
-            return True
-        frame, depth = frame.f_back, depth + 1
-    return False
 
 
 _installed: weakref.WeakSet[Termination] = weakref.WeakSet()

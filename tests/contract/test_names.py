@@ -150,6 +150,7 @@ def test_every_default_of_the_settings() -> None:
         ("max_overhead", 1.5),
         ("max_bytes", 0),
         ("replicas", -1),
+        ("replicas", 1),
         ("rejoin", "always"),
         ("inner", "steal"),
         ("min_agree", 0),

@@ -68,6 +68,11 @@ CLONE = RestoreParts(private=False)
 JOIN = RestoreParts(model="outer", trainer=False, extra=False, private=False, counters=None)
 """A neighbour's outer state: the model becomes the outer copy; optimizer state is adopted."""
 
+MODEL_ALONE = RestoreParts(
+    optimizer="keep", scheduler=False, outer=False, trainer=False, extra=False, private=False, counters=None
+)
+"""For a program that does not train."""
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
