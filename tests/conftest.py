@@ -14,7 +14,6 @@ import pytest
 
 from support.children import Processes
 
-
 # A suite that was started in the background of a shell ignores SIGINT, and so would every child that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
