@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import hashlib
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 from hotswarm.diloco import ExactNesterov, OuterOptimizer, exact_nesterov_
 from hotswarm.errors import ConfigError
+from support.forked import Forked
 
 CPU_FLAGS = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace") if sys.platform == "linux" else ""
 
@@ -78,50 +78,45 @@ def test_the_reference_rounds_as_float32_does() -> None:
 
 # ------------------------------------------------------------------ the same bits on every host
 
-DIGEST_SCRIPT = """
-import hashlib, sys
-import torch
-sys.path.insert(0, sys.argv[1])
-from test_exact_nesterov import drawn
-from hotswarm.diloco import ExactNesterov
-torch.set_num_threads(int(sys.argv[2]))
-shapes = [(300, 333), (257,), (3, 5, 7), (1,)]
-params = [drawn(torch.Size(s).numel(), seed=i).view(s) for i, s in enumerate(shapes)]
-optimizer = ExactNesterov(params, lr=0.7, momentum=0.9, weight_decay=0.001)
-for step in range(10):
-    for i, p in enumerate(params):
-        p.grad = drawn(p.numel(), seed=1000 * step + i).view(p.shape) * 0.003
-    optimizer.step()
-digest = hashlib.sha256()
-for p in params:
-    digest.update(p.numpy().tobytes())
-    digest.update(optimizer.state[p]["momentum_buffer"].numpy().tobytes())
-print(torch.backends.cpu.get_cpu_capability(), digest.hexdigest())
-"""
+
+def digest(threads: str) -> None:
+    """In a process of its own: prints the CPU capability in use and the digest of ten steps."""
+    torch.set_num_threads(int(threads))
+    shapes = [(300, 333), (257,), (3, 5, 7), (1,)]
+    params = [drawn(torch.Size(shape).numel(), seed=i).view(shape) for i, shape in enumerate(shapes)]
+    optimizer = ExactNesterov(params, lr=0.7, momentum=0.9, weight_decay=0.001)
+    for step in range(10):
+        for i, param in enumerate(params):
+            param.grad = drawn(param.numel(), seed=1000 * step + i).view(param.shape) * 0.003
+        optimizer.step()
+    found = hashlib.sha256()
+    for param in params:
+        found.update(param.numpy().tobytes())
+        found.update(optimizer.state[param]["momentum_buffer"].numpy().tobytes())
+    print(torch.backends.cpu.get_cpu_capability(), found.hexdigest(), flush=True)
 
 
-def start_digest(capability: str, threads: int) -> subprocess.Popen[str]:
-    env = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", DIGEST_SCRIPT, str(Path(__file__).parent), str(threads)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-
-
-def test_the_digest_is_the_same_under_every_cpu_capability_and_thread_count() -> None:
+def test_the_digest_is_the_same_under_every_cpu_capability_and_thread_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     variants = [("default", 1), ("default", 2)]
     if "avx2" in CPU_FLAGS:
         variants.append(("avx2", 2))
     if "avx512vl" in CPU_FLAGS and "avx512dq" in CPU_FLAGS:
         variants.append(("avx512", 1))
-    children = [start_digest(*variant) for variant in variants]
-    try:
-        said = [child.communicate(timeout=100)[0].split() for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    said = []
+    for number, (capability, threads) in enumerate(variants):
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)  # read when the child runs its first kernel
+        out = tmp_path / f"{number}.out"
+        child = Forked(digest, str(threads), out, tmp_path / f"{number}.err")
+        try:
+            assert child.wait(100) == 0, (tmp_path / f"{number}.err").read_text()
+        finally:
+            child.end()
+        said.append(out.read_text().split())
     assert [name for name, _ in said[:2]] == ["DEFAULT", "DEFAULT"]
     assert len({name for name, _ in said}) == len({capability for capability, _ in variants})
-    assert len({digest for _, digest in said}) == 1, said
+    assert len({found for _, found in said}) == 1, said
 
 
 # ------------------------------------------------------------------ and it is SGD with Nesterov momentum

@@ -125,7 +125,7 @@ def test_what_is_asked_for_in_the_callback_is_taken_after_the_refresh(
         assert in_callback == [0]
         assert worker.digests() == at_round_end
         if way == "force_snapshot":
-            assert "outer step" in checkpointer.last_error
+            assert "step" in checkpointer.last_error
         checkpointer._taker.settle()
         (taken,) = checkpointer.hot_snapshots
     finally:
@@ -176,7 +176,7 @@ def test_before_start_a_snapshot_in_the_callback_is_refused_and_one_after_it_is_
     worker.trainer.set_outer_step_callback(lambda: got.append(worker.checkpointer.force_snapshot()))
     worker.train(H, step=False)
     assert got == [None]
-    assert "outer step" in worker.checkpointer.last_error
+    assert "step" in worker.checkpointer.last_error
     metadata = worker.checkpointer.force_snapshot()
     assert metadata is not None, worker.checkpointer.last_error
     assert metadata.outer_digest == digest
