@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -153,8 +152,6 @@ class LocalBackend:
         self._persisting = threading.Lock()
         self._guard = threading.Lock()
         self.run = run
-        # A checkpointer that is dropped without stop() must not keep other processes out for ever.
-        weakref.finalize(self, _let_go, store).atexit = False
 
     @property
     def root(self) -> Path:
@@ -342,10 +339,3 @@ def _reason(report: ReportData, reason: str, info: SnapshotInfo | None = None) -
         inner_step=info.inner_step if info else 0,
         training_step=info.training_step if info else 0,
     )
-
-
-def _let_go(store: FileStore) -> None:
-    try:
-        store.close()
-    except (HotswarmError, OSError, KeyError) as error:  # at collection time nobody is there to hear it
-        log.debug("a dropped store was not closed in order: %s", error)
