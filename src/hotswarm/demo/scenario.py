@@ -41,7 +41,7 @@ CALIBRATION_STEPS = 30  # the snapshot comes ten steps before
 REPLAY_STEPS = 12  # a kill comes that many steps after a snapshot; ten must be seen to replay
 FETCH_S = 4.0  # how long the capped donors need together for what a joiner fetches
 SLOWEST_FETCH_S = 2 * FETCH_S  # all of it from one donor
-RESTARTS_PER_ROUND = 3.3  # the round is at least three restarts long; a tenth more against noise
+RESTARTS_PER_ROUND = 3.1  # the round is at least three restarts long; a little more against noise
 JOIN_SLACK_S = 2.0
 STUCK_S = 240.0  # many times what any act takes; past it the demo is stuck
 
