@@ -56,9 +56,9 @@ def test_killed_before_each_single_call(fast_dir):
         assert {1, 2} <= set(steps)
 
 
-@pytest.mark.parametrize("seed", [random.randrange(1 << 30)])
-def test_killed_at_twenty_random_points(fast_dir, seed):
-    print(f"seed {seed}")
+def test_killed_at_twenty_random_points(fast_dir):
+    seed = int(os.environ.get("KILL_SEED", random.randrange(1 << 30)))
+    print(f"KILL_SEED={seed} repeats this run")
     rng = random.Random(seed)
     last = 0
     for _ in range(20):
