@@ -7,8 +7,6 @@ import random
 import signal
 import time
 
-import pytest
-
 from support.faults import CountedOps, killed_at
 from support.snapshots import draft, state
 from support.stores import SIGNER, check_holds, in_child, kill, leftovers, small_store, write
