@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from daemons import LITTLE_TRAINER, client_of, run_cli, start_daemon
-from little_trainer import LittleState, LittleTrainer, check_one_step
+from little_trainer import INNER_STEPS, LittleState, LittleTrainer, check_one_step
 
 from hotswarm.backend_daemon import DaemonBackend
 from hotswarm.config import NodeConfig
@@ -211,9 +211,12 @@ def test_a_daemon_killed_at_random_points_leaves_only_complete_snapshots(process
     run = state_dir / "runs" / "default"
     daemon.send_signal(signal.SIGTERM)
     assert daemon.wait(20) == 0
-    assert len(steps(state_dir)) == 3
+    kept = steps(state_dir)
+    assert 3 <= len(kept) <= 4, kept  # the fourth, where there is one, holds the outer section of the round before
+    if len(kept) == 4:
+        assert kept[0] // INNER_STEPS == kept[1] // INNER_STEPS - 1, kept
     packs = sum(path.stat().st_size for path in (run / "packs").iterdir())
-    assert packs <= 3 * 2 * (1 << 20) + (1 << 16), "packs that no manifest refers to are left"
+    assert packs <= len(kept) * 2 * (1 << 20) + (1 << 16), "packs that no manifest refers to are left"
     assert not [path for path in (run / "snapshots").iterdir() if path.suffix != ".manifest"]
 
 
